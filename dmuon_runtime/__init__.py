@@ -1,0 +1,1 @@
+"""The distributed Muon runtime: routing, ownership, communication, kernels and state. Depends on torch alone."""

@@ -1,0 +1,28 @@
+"""How the control plane finds the Ray side without importing it: names, namespace, entry points and method names.
+
+The supervisor actor answers (every argument and result is JSON text of a message):
+
+| method | arguments | result |
+|---|---|---|
+| ``start`` | ``AttemptStart`` | ``None``; returns at once, the attempt runs on |
+| ``poll`` | fence, cursor (last seq read), limit | ``PollBatch``; entries up to the cursor are forgotten |
+| ``set_kernels`` | fence, ``KernelPolicy`` | ``None`` |
+| ``stop`` | fence, ``StopRequest`` | ``None``; asking again is harmless |
+| ``leave`` | fence | ``None``; the actor exits, after the end has been read |
+"""
+
+from __future__ import annotations
+
+__all__ = ["NAMESPACE", "PLAN_ENTRY", "START_ENTRY", "supervisor_name"]
+
+NAMESPACE = "dmuon"
+START_ENTRY = "worker.actors.entry:start_supervisor"
+"""``start_supervisor(attempt_json: str) -> None``, run in a Ray task: makes the named detached supervisor and starts
+it. Idempotent: an existing supervisor of the same name is left as it is."""
+PLAN_ENTRY = "worker.planner:answer"
+"""``answer(request_json: str) -> str``: plans in whatever process has torch."""
+
+
+def supervisor_name(job_id: str, attempt: int) -> str:
+    """Ray actor name of an attempt's supervisor."""
+    return f"supervisor:{job_id}:{attempt}"

@@ -1,0 +1,172 @@
+"""What workers tell their supervisor, what the control plane pulls from it, and what it may ask for.
+
+Totals are cumulative since the attempt began, so a report that is read twice or never changes no sum.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from worker.contract.errors import ErrorValue
+from worker.contract.kernels import Algorithm, Kernel, KernelPolicy
+from worker.contract.plan import Phase
+from worker.contract.spec import Route
+from worker.contract.states import Reason
+
+__all__ = [
+    "STEP_SECONDS_BUCKETS", "AttemptEnd", "AttemptStart", "CommTotals", "Entry", "Milestone", "NsTotals", "PollBatch",
+    "RankError", "RankReport", "RouteStats", "StopRequest",
+]  # fmt: skip
+
+STEP_SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+"""Upper bounds, in seconds, of the step histogram; one more bucket holds the rest."""
+
+
+class Message(BaseModel):
+    """Base of all messages: frozen, no unknown fields, NaN and infinity kept as they are."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+
+class CommTotals(Message):
+    """Communication of one route in one phase on one rank."""
+
+    route: Route
+    phase: Phase
+    collectives: int
+    seconds: float
+    """Time between start and end of the collectives."""
+    exposed_seconds: float
+    """The part of it for which compute waited."""
+    payload_bytes: int
+
+
+class NsTotals(Message):
+    """Newton-Schulz work that one kernel really did on one rank."""
+
+    kernel: Kernel
+    algorithm: Algorithm
+    launches: int
+    """Matrix products launched, counted at the place of launch."""
+    matrices: int
+    """Matrices orthogonalised."""
+    seconds: float
+
+
+class RouteStats(Message):
+    """How large the last update of a route was on one rank."""
+
+    route: Route
+    update_square_sum: float
+    """Sum of squares of the change of the weights this rank updated, before weight decay."""
+    elements: int
+    """Number of those weights."""
+
+
+class RankReport(Message):
+    """One rank after one optimizer step."""
+
+    kind: Literal["rank_report"] = "rank_report"
+    rank: int
+    step: int
+    """Steps done, counted from 1."""
+    at: float
+    """Wall clock, seconds since the epoch."""
+    loss: float
+    """Mean over the global batch, in nats a token; the same on every rank."""
+    grad_norm: float | None
+    """Global norm over all routes before clipping; None when it was not computed."""
+    skipped: bool
+    """True when a non-finite gradient made all ranks skip the update."""
+    skipped_total: int
+    tokens_total: int
+    """Tokens that this rank has read."""
+    step_seconds: float
+    step_seconds_sum: float
+    step_seconds_buckets: tuple[int, ...]
+    """Counts by :data:`STEP_SECONDS_BUCKETS`, not cumulative over buckets, one more for the rest."""
+    comm: tuple[CommTotals, ...]
+    ns: tuple[NsTotals, ...]
+    owner_compute_seconds: float
+    ns_orthogonality_error: float | None
+    """Largest sampled deviation from 1 of a squared singular value of an update; None before the first sample."""
+    routes: tuple[RouteStats, ...]
+    kernel: Kernel
+    """What the runtime launched in this step (``auto`` resolved)."""
+    kernel_epoch: int
+    memory_bytes: int
+    """Resident set of the process, or memory allocated on its GPU."""
+    lr: dict[str, float]
+    """Learning rate of this step by route."""
+
+
+class Milestone(Message):
+    """Something that happened once in an attempt."""
+
+    kind: Literal["milestone"] = "milestone"
+    name: Literal[
+        "placed", "workers_started", "group_formed", "plan_confirmed", "routes_verified", "kernel_changed", "stopping"
+    ]
+    at: float
+    message: str
+    rank: int | None = None
+    data: dict[str, str | int | float | bool | None] = {}
+
+
+class RankError(Message):
+    """A rank ended with an exception."""
+
+    kind: Literal["rank_error"] = "rank_error"
+    at: float
+    error: ErrorValue
+
+
+class AttemptEnd(Message):
+    """The attempt is over: its processes and its placement group are verified gone. Always the last entry."""
+
+    kind: Literal["end"] = "end"
+    at: float
+    reason: Reason
+    message: str
+
+
+class Entry(Message):
+    """One item of a supervisor's outbox."""
+
+    seq: int
+    """Consecutive from 1."""
+    body: Annotated[RankReport | Milestone | RankError | AttemptEnd, Field(discriminator="kind")]
+
+
+class PollBatch(Message):
+    """What a poll returns."""
+
+    entries: tuple[Entry, ...]
+    dropped: int
+    """Entries that left the bounded outbox before anyone read them."""
+    alive_ranks: int
+    ended: bool
+
+
+class StopRequest(Message):
+    """End an attempt, gracefully for ``patience_s`` seconds, then by force."""
+
+    reason: Reason
+    message: str
+    patience_s: float = 10.0
+
+
+class AttemptStart(Message):
+    """All that a supervisor needs to run one attempt."""
+
+    job_id: str
+    attempt: int
+    fence: str
+    """Token that every call of this attempt carries; another one is refused."""
+    spec_json: str
+    plan_hash: str
+    kernels: KernelPolicy = KernelPolicy()
+    placement_deadline_s: float = 60.0
+    outbox_limit: int = 100_000

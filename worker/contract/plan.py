@@ -1,0 +1,103 @@
+"""The plan of a job as a document: what the planner answers, the workers confirm and the dashboards compare with.
+
+Byte counts are *payload bytes on one rank in one optimizer step*: for a broadcast or reduce the size of the bucket, for
+an all-gather the size of the gathered output, for a reduce-scatter the size of the input. Every rank takes part in
+every collective, so a job's prediction is that figure times the number of ranks times the number of steps.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from worker.contract.spec import Route
+
+__all__ = ["DataPlan", "ParameterPlan", "Phase", "PlanReport", "RankPlan", "RoutePlan", "TrafficPlan"]
+
+Phase = Literal["forward", "backward", "reduce", "publish", "tp"]
+
+
+class Part(BaseModel):
+    """Base of the parts: frozen, no unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ParameterPlan(Part):
+    """What happens to one parameter and which rule decided it."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    """Other names of the same tensor (tied weights)."""
+    shape: tuple[int, ...]
+    elements: int
+    route: Route
+    rule: str
+    """``defaults``, ``overrides[i]`` (the last that set the route) or ``route_hint_fn``."""
+    owner: int | None
+    """Rank that updates it; None when every rank updates its own shard."""
+    unit: str
+    """Name of the module at whose boundary it is gathered."""
+
+
+class RoutePlan(Part):
+    """Totals of one route."""
+
+    route: Route
+    parameters: int
+    elements: int
+
+
+class TrafficPlan(Part):
+    """Collectives of one route in one phase, on one rank, in one optimizer step."""
+
+    route: Route
+    phase: Phase
+    collectives: int
+    payload_bytes: int
+
+
+class RankPlan(Part):
+    """Load of one rank."""
+
+    rank: int
+    cost: float
+    """Planned owner cost in FLOPs of Newton-Schulz (muon) and bytes moved (the rest), in one unit."""
+    matrices: int
+    """Matrices that this rank orthogonalises in a step."""
+    resident_bytes: int
+    """Parameters and optimizer state that stay on the rank between steps."""
+    peak_bytes: int
+    """Resident bytes plus the largest materialised units and their gradients."""
+
+
+class DataPlan(Part):
+    """What the corpus holds."""
+
+    source: str
+    files: int
+    tokens: int
+    samples_per_epoch: int
+
+
+class PlanReport(Part):
+    """Everything that can be said about a job before it runs."""
+
+    plan_hash: str
+    world_size: int
+    parameters: tuple[ParameterPlan, ...]
+    routes: tuple[RoutePlan, ...]
+    traffic: tuple[TrafficPlan, ...]
+    ranks: tuple[RankPlan, ...]
+    predicted_imbalance: float
+    """Largest planned cost over the mean."""
+    ns_matrices: int
+    """Matrices orthogonalised by all ranks in one step."""
+    ns_flops: float
+    """Newton-Schulz FLOPs of all ranks in one step."""
+    trainable_elements: int
+    frozen_elements: int
+    data: DataPlan
+    tokens_per_step: int
+    warnings: tuple[str, ...] = ()

@@ -1,0 +1,222 @@
+"""The job spec, version 1: what a researcher writes. Strict, frozen, and the same document everywhere.
+
+Every section is a pydantic model that refuses unknown fields, NaN and infinity. :mod:`worker.contract.load` turns text
+into a :class:`JobSpec` or into a list of all its mistakes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+from worker.contract.kernels import Algorithm, Kernel
+
+__all__ = [
+    "AdamWSettings", "DataSpec", "DmuonOptimizer", "FailureSpec", "JobSpec", "KernelsSpec", "MeshSpec", "ModelSpec",
+    "MuonSettings", "Override", "PolicyFields", "ResourcesSpec", "Route", "RoutingSpec", "ScheduleSpec", "TrainingSpec",
+]  # fmt: skip
+
+Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$")]
+"""Lower-case letters, digits, ``.``, ``_`` and ``-``; 1 to 63 characters; starts and ends with a letter or digit."""
+Route = Literal["muon", "adamw", "sharded_adamw"]
+DType = Literal["float32", "bfloat16", "float16"]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, strict about names, finite numbers only."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelSpec(Section):
+    """A causal language model from transformers: a configuration, or weights on disk."""
+
+    type: Annotated[str, Field(min_length=1)] | None = None
+    """transformers model type, such as ``llama``; with :attr:`config` it describes a model to initialise."""
+    config: dict[str, Any] = {}
+    """Keyword arguments of that type's transformers configuration. An absent ``vocab_size`` is the tokenizer's."""
+    path: Annotated[str, Field(min_length=1)] | None = None
+    """Directory with weights that ``from_pretrained`` reads; instead of :attr:`type`."""
+    activation_checkpointing: bool = False
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.type is None) == (self.path is None):
+            found = "neither" if self.type is None else "both"
+            raise ValueError(f"exactly one of type and path is needed, found {found}")
+        return self
+
+
+class DataSpec(Section):
+    """Text to train on. Without ``files`` and ``directory`` it is the running Python's standard library."""
+
+    files: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    """Glob patterns of text files."""
+    directory: Annotated[str, Field(min_length=1)] | None = None
+    """A directory whose files are all read, recursively."""
+    tokenizer: Annotated[str, Field(min_length=1)] = "bytes"
+    """``bytes`` (256 tokens), or the directory of a tokenizer that transformers loads."""
+    sequence_length: Annotated[int, Field(ge=2, le=1 << 24)]
+    """Tokens of one sample that the model reads."""
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.files is not None and self.directory is not None:
+            raise ValueError("at most one of files and directory is allowed, found both")
+        return self
+
+
+class MeshSpec(Section):
+    """How ranks are arranged. The number of workers is ``replicate * shard * tensor``."""
+
+    replicate: Annotated[int, Field(ge=1, le=1 << 16)] = 1
+    shard: Annotated[int, Field(ge=1, le=1 << 16)] = 1
+    tensor: Annotated[int, Field(ge=1, le=1 << 10)] = 1
+    reshard_after_forward: bool = True
+    """True frees full parameters after the forward (Z3); False keeps them until the backward is done (Z2)."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return self.replicate * self.shard * self.tensor
+
+
+class ScheduleSpec(Section):
+    """Learning-rate multiplier by step: linear warm-up, then constant or a decay to ``final_ratio``."""
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    final_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+
+class TrainingSpec(Section):
+    """How long and in which pieces."""
+
+    steps: Annotated[int, Field(ge=1, le=1 << 40)]
+    global_batch: Annotated[int, Field(ge=1, le=1 << 24)]
+    """Sequences in one optimizer step over all workers."""
+    micro_batch: Annotated[int, Field(ge=1)] | None = None
+    """Sequences in one forward of one worker; None takes a worker's whole share at once."""
+    clip_grad_norm: Positive | None = None
+    """Global norm over all routes; None leaves gradients as they are."""
+    schedule: ScheduleSpec = ScheduleSpec()
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of forward and backward; masters and optimizer state stay in float32."""
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+
+
+class MuonSettings(Section):
+    """Muon (Jordan et al., 2024) with the scale of Moonlight (arXiv 2502.16982, section 2.2) by default."""
+
+    lr: Positive = 0.02
+    momentum: Fraction = 0.95
+    nesterov: bool = True
+    weight_decay: NonNegative = 0.0
+    ns_steps: Annotated[int, Field(ge=1, le=20)] = 5
+    scale: Literal["match_rms_adamw", "original", "none"] = "match_rms_adamw"
+
+
+class AdamWSettings(Section):
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101)."""
+
+    lr: Positive = 1e-3
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.01
+
+
+class DmuonOptimizer(Section):
+    """The distributed Muon runtime."""
+
+    kind: Literal["dmuon"] = "dmuon"
+    muon: MuonSettings = MuonSettings()
+    adamw: AdamWSettings = AdamWSettings()
+
+
+class PolicyFields(Section):
+    """What the runtime does with a parameter. A field that is absent leaves the earlier value."""
+
+    route: Route | None = None
+    param_dtype: DType | None = None
+    grad_dtype: DType | None = None
+    output_dtype: DType | None = None
+    cast_forward_inputs: bool | None = None
+    matrix_view: Literal["flatten", "experts"] | None = None
+    split_rows: tuple[Annotated[int, Field(ge=1)], ...] | None = None
+
+
+class Override(Section):
+    """``set`` applies to every parameter whose full name contains one of the tokens of ``name``."""
+
+    name: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
+    set: PolicyFields
+
+
+class RoutingSpec(Section):
+    """Which parameters the runtime manages, and how: ``param_policy`` of the runtime, in JSON."""
+
+    exclude: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Parameters whose full name contains one of these tokens are frozen."""
+    defaults: PolicyFields = PolicyFields(route="muon")
+    overrides: tuple[Override, ...] = ()
+    hook_boundaries: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Module names or class names at which parameters are gathered; empty takes the runtime's default."""
+    strict: bool = True
+    """Refuse a plan that would orthogonalise what is no matrix."""
+
+
+class KernelsSpec(Section):
+    """Newton-Schulz: which iteration, with which coefficients, computed by what."""
+
+    algorithm: Algorithm = Algorithm.GRAM
+    kernel: Kernel = Kernel.AUTO
+    coefficients: Literal["polar_express", "you", "keller_jordan"] | tuple[tuple[float, float, float], ...] = (
+        "polar_express"
+    )
+    restarts: tuple[Annotated[int, Field(ge=1)], ...] | None = None
+    """Steps (0-based) before which the Gram form starts anew; None takes the runtime's choice."""
+
+
+class FailureSpec(Section):
+    """What to do when something goes wrong."""
+
+    non_finite: Literal["skip", "raise"] = "skip"
+    """A gradient with NaN or infinity: skip the step on all ranks, or end the job."""
+    start_deadline_s: Annotated[float, Field(gt=0, le=86_400)] = 300.0
+    """From STARTING until every worker has joined the process group."""
+
+
+class ResourcesSpec(Section):
+    """What one worker needs."""
+
+    cpus_per_worker: Annotated[float, Field(gt=0, le=4096)] = 1.0
+    gpus_per_worker: Annotated[float, Field(ge=0, le=64)] = 0.0
+    memory_bytes_per_worker: Annotated[int, Field(ge=1)] | None = None
+
+
+class JobSpec(Section):
+    """A whole job."""
+
+    api_version: Literal["v1"]
+    name: Name
+    project: Name = "default"
+    labels: dict[str, str] = {}
+    model: ModelSpec
+    data: DataSpec
+    mesh: MeshSpec = MeshSpec()
+    training: TrainingSpec
+    optimizer: DmuonOptimizer = DmuonOptimizer()
+    routing: RoutingSpec = RoutingSpec()
+    kernels: KernelsSpec = KernelsSpec()
+    failure: FailureSpec = FailureSpec()
+    resources: ResourcesSpec = ResourcesSpec()
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return self.mesh.world_size
