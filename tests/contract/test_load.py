@@ -99,7 +99,16 @@ def test_yaml_numbers_that_overflow(number: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "- a", "{", "a: b: c", b"\xff\xfe", "name: x\nname: y", '{"name": "x", "name": "y"}', "!!python/object:os.x {}"],
+    [
+        "",
+        "- a",
+        "{",
+        "a: b: c",
+        b"\xff\xfe",
+        "name: x\nname: y",
+        '{"name": "x", "name": "y"}',
+        "!!python/object:os.x {}",
+    ],
 )
 def test_text_that_is_no_spec(text: str | bytes) -> None:
     assert errors_of(text) == {"": "unreadable"}
