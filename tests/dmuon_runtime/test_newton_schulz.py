@@ -29,7 +29,8 @@ def reference(matrix: Tensor, ns: NewtonSchulz, steps: int = 5) -> Tensor:
     x = matrix.double()
     u, s, vh = torch.linalg.svd(x, full_matrices=False)
     s = s / torch.linalg.vector_norm(s, dim=-1, keepdim=True)
-    return u * apply_polynomials(s, coefficients_for(ns.coefficients, steps))[..., None, :] @ vh
+    lifted = apply_polynomials(s, coefficients_for(ns.coefficients, steps))
+    return torch.matmul(u * lifted[..., None, :], vh)
 
 
 def launches() -> dict[tuple[str, str], tuple[int, int]]:
