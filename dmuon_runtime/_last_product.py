@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dmuon_runtime._normalize import cast
+from dmuon_runtime._elementwise import cast
 from dmuon_runtime.kernels import syrk_quack
 
 __all__ = ["last_product"]

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dmuon_runtime._elementwise import add_identity
 from dmuon_runtime.coefficients import Triple
 from dmuon_runtime.kernels import SymmetricKernel
 
@@ -110,7 +111,7 @@ def gram_iteration(
             r_next = kernel.symmetric(rh, z.mT, rh, beta=a)
         else:
             r_next = r
-        q = _plus_identity(z, a) if q is None else kernel.symmetric(q, z.mT, q, beta=a)
+        q = add_identity(z, a) if q is None else kernel.symmetric(q, z.mT, q, beta=a)
         r = r_next
     assert q is not None, "no steps"
     return longs, q
@@ -127,12 +128,6 @@ def direct_iteration(
             if q is not None:
                 long.multiply(q)
             long.gram(kernel, gram, "direct")
-        q = _plus_identity(kernel.symmetric(gram, gram.mT, gram, alpha=c, beta=b, algorithm="direct"), a)
+        q = add_identity(kernel.symmetric(gram, gram.mT, gram, alpha=c, beta=b, algorithm="direct"), a)
     assert q is not None, "no steps"
     return longs, q
-
-
-def _plus_identity(z: Tensor, a: float) -> Tensor:
-    """Return ``z + a I``, in place: the caller does not read ``z`` again."""
-    z.diagonal(dim1=-2, dim2=-1).add_(a)
-    return z

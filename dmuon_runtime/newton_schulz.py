@@ -17,8 +17,8 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
+from dmuon_runtime._elementwise import normalize_into
 from dmuon_runtime._last_product import last_product
-from dmuon_runtime._normalize import normalize_into
 from dmuon_runtime._ns_graphs import Captured, GraphCache, Unfinished
 from dmuon_runtime._ns_iterations import Long, decide_algorithm, direct_iteration, gram_iteration
 from dmuon_runtime.coefficients import POLAR_EXPRESS_COEFFICIENTS, Triple, coefficients_for, validate_coefficients

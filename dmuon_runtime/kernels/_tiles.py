@@ -1,7 +1,7 @@
 """Which tile of quack's symmetric GEMM suits a product, by its size.
 
 quack takes one tile for everything on SM90 (128 x 256 in clusters of 2 x 1). Measured on an H200 (microseconds in a
-CUDA graph, `benchmarks/results/symmetric_product-nvidia-h200.json`), the best of three tiles is up to 2.7 times faster
+CUDA graph, `benchmarks/results/symmetric_product-nvidia-h200.json`), the best of these tiles is up to 2.7 times faster
 for one small matrix and 1.5 times for one of 4096.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["PING_PONG", "SMALL", "TILES", "WIDE", "Tile", "decide_tile"]
+__all__ = ["TILES", "Tile", "decide_tile"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +30,23 @@ class Tile:
 
 
 SMALL: Final = Tile(64, 64)
+FLAT: Final = Tile(64, 128, cluster_m=2, ping_pong=True)
 PING_PONG: Final = Tile(128, 128, ping_pong=True)
-WIDE: Final = Tile(128, 256, cluster_m=2)
-TILES: Final = (SMALL, PING_PONG, WIDE)
+LARGE: Final = Tile(192, 192)
+TILES: Final = (SMALL, FLAT, PING_PONG, LARGE)
 
 FEW_TILES: Final = 40
 """Up to this many tiles of 128 x 128, most of an H200's 132 multiprocessors would idle: smaller tiles win."""
 
 
-def decide_tile(num_matrices: int, short_dim: int) -> Tile:
-    """Return the tile for ``num_matrices`` products of ``short_dim`` x ``short_dim``."""
+LONG_SUM: Final = 12_000
+"""From this inner dimension on, and with enough tiles, the larger tile's fewer loads win."""
+
+
+def decide_tile(num_matrices: int, short_dim: int, inner_dim: int) -> Tile:
+    """Return the tile for ``num_matrices`` products [short_dim, inner_dim] x [inner_dim, short_dim]."""
     rows = -(-short_dim // 128)
-    return SMALL if num_matrices * rows * (rows + 1) // 2 <= FEW_TILES else PING_PONG
+    num_tiles = num_matrices * rows * (rows + 1) // 2
+    if num_tiles <= FEW_TILES:
+        return FLAT if short_dim >= 1024 else SMALL
+    return LARGE if inner_dim >= LONG_SUM and short_dim >= 4096 else PING_PONG

@@ -1,4 +1,4 @@
-"""Triton kernels of the normalisation: one pass that reads, one that reads and writes.
+"""Triton kernels of the element-wise passes. The normalisation reads once, then reads and writes once.
 
 Bytes an element for bfloat16 input and float16 output: 2 + 2 + 2. Plain torch moves about 24.
 
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["cast", "normalize"]
+__all__ = ["add_identity", "cast", "normalize"]
 
 BLOCK = 8192
 MAX_PARTIALS = 256
@@ -96,3 +96,18 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     with torch.cuda.device(x.device):
         _cast[(triton.cdiv(x.numel(), block),)](x, out, x.numel(), block, num_warps=8)
     return out
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_identity(z, n, a, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place = z + tl.program_id(1).to(tl.int64) * n * n + row.to(tl.int64) * (n + 1)
+    value = tl.load(place, mask=row < n).to(tl.float32) + a
+    tl.store(place, value.to(z.dtype.element_ty), mask=row < n)
+
+
+def add_identity(z: Tensor, a: float) -> None:
+    """Add ``a I`` to contiguous ``z`` [B, N, N] in place."""
+    block = 256
+    with torch.cuda.device(z.device):
+        _add_identity[(triton.cdiv(z.shape[1], block), z.shape[0])](z, z.shape[1], a, block, num_warps=2)

@@ -1,4 +1,4 @@
-"""Divides each matrix by its Frobenius norm and casts it: in two passes of a Triton kernel on CUDA, else in torch.
+"""The element-wise passes of Newton-Schulz: fused Triton kernels on CUDA, plain torch elsewhere.
 
 Note "Right at any scale". Squares of elements below 1e-19 or above 1e19 leave float32, so the largest magnitude is
 divided out before anything is squared. Zeros stay zeros; a matrix with NaN or infinity turns NaN in all its elements.
@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-__all__ = ["cast", "normalize_into", "normalized"]
+__all__ = ["add_identity", "cast", "normalize_into", "normalized"]
 
 
 @lru_cache(maxsize=1)
@@ -22,7 +22,7 @@ def _fused() -> ModuleType | None:
     """The Triton kernels, or None where Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         return None
-    return importlib.import_module("dmuon_runtime._normalize_triton")
+    return importlib.import_module("dmuon_runtime._elementwise_triton")
 
 
 def normalized(g: Tensor) -> Tensor:
@@ -51,3 +51,13 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return contiguous ``x`` in ``dtype``, ``x`` itself where it has it."""
     fused = _fused() if x.device.type == "cuda" and x.dtype != dtype and x.dtype != torch.float64 else None
     return x.to(dtype) if fused is None else fused.cast(x, dtype)
+
+
+def add_identity(z: Tensor, a: float) -> Tensor:
+    """Add ``a I`` to contiguous ``z`` [B, N, N] in place, and return it."""
+    fused = _fused() if z.device.type == "cuda" else None
+    if fused is None:
+        z.diagonal(dim1=-2, dim2=-1).add_(a)
+    else:
+        fused.add_identity(z, a)
+    return z
