@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import secrets
@@ -129,14 +130,15 @@ def is_loopback(host: str) -> bool:
 def ensure_secret(path: Path) -> str:
     """Return the first word of the file at ``path``, which is made with a fresh secret and mode 0600 if absent."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return path.read_text().split()[0]
-    secret = secrets.token_hex(32)
-    with os.fdopen(handle, "w") as file:
-        file.write(secret + "\n")
-    return secret
+    if not path.exists():
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
+        # A link appears with its content, and only if nobody else's came first.
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
+        draft.unlink()
+    return path.read_text().split()[0]
 
 
 def ray_auth_environment(token_file: Path) -> dict[str, str]:

@@ -16,6 +16,7 @@ from starlette.types import ExceptionHandler
 from orchestrator.api import jobs, kernels, measures, plans, streams, system
 from orchestrator.api.auth import Authenticator
 from orchestrator.api.hub import Hub
+from orchestrator.api.limits import BodyLimitMiddleware
 from orchestrator.api.service import Service
 from orchestrator.clock import Clock, wall_clock
 from orchestrator.errors import PROBLEM_TYPE, InvalidInput, Problem, ServiceError, error_of_status, field_errors_of
@@ -50,7 +51,6 @@ def create_app(
         title="dmuon",
         version="1",
         lifespan=lifespan,
-        max_body_size=settings.max_request_bytes,
         docs_url=None,
         redoc_url=None,
         responses={"default": {"model": Problem, "description": "A problem (RFC 9457)"}},
@@ -60,6 +60,7 @@ def create_app(
         app.include_router(module.router)
     for kind, handler in _HANDLERS.items():
         app.add_exception_handler(kind, handler)
+    app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_request_bytes)
     app.add_middleware(TimingMiddleware, histogram=service.http_seconds)
     return app
 

@@ -29,7 +29,12 @@ def readyz(service: ServiceOf) -> JSONResponse:
         jobs = sum(count_by_state(session).values())
     last = service.reconciler.last_pass_at
     fresh = last is not None and service.clock() - last < _STALE_S
-    content = {"status": "ready" if fresh else "not_ready", "jobs": jobs, "last_pass_at": last}
+    content: dict[str, str | int | float | None] = {
+        "status": "ready" if fresh else "not_ready",
+        "jobs": jobs,
+        "last_pass_at": last,
+    }
+    content["open_streams"] = service.hub.open_streams
     return JSONResponse(content, 200 if fresh else 503)
 
 

@@ -12,9 +12,19 @@ from orchestrator.launcher_api import AttemptRef, Capacity, Resources
 from worker.contract.errors import ErrorValue, FieldError
 from worker.contract.kernels import Algorithm, Kernel, KernelAvailability, KernelPolicy
 from worker.contract.messages import (
-    STEP_SECONDS_BUCKETS, AttemptEnd, AttemptStart, CommTotals, Entry, Milestone, NsTotals, PollBatch, RankError,
-    RankReport, RouteStats, StopRequest,
-)  # fmt: skip
+    STEP_SECONDS_BUCKETS,
+    AttemptEnd,
+    AttemptStart,
+    CommTotals,
+    Entry,
+    Milestone,
+    NsTotals,
+    PollBatch,
+    RankError,
+    RankReport,
+    RouteStats,
+    StopRequest,
+)
 from worker.contract.plan import DataPlan, ParameterPlan, PlanReport, RankPlan, RoutePlan, TrafficPlan
 from worker.contract.spec import JobSpec
 from worker.contract.states import Reason
@@ -84,7 +94,9 @@ def make_plan(spec: JobSpec, plan_hash: str = "plan-1") -> PlanReport:
     )
 
 
-def make_report(rank: int, step: int, *, matrices: int | None = None, loss: float = 2.0, skipped: int = 0) -> RankReport:
+def make_report(
+    rank: int, step: int, *, matrices: int | None = None, loss: float = 2.0, skipped: int = 0
+) -> RankReport:
     """A report of a rank that does what :func:`make_plan` says; ``matrices`` overrides the count of rank 0."""
     counted = MATRICES * (step - skipped) if matrices is None else matrices
     buckets = [0] * (len(STEP_SECONDS_BUCKETS) + 1)
@@ -229,5 +241,3 @@ class FakeLauncher:
 
     def close(self) -> None:
         self.closed = True
-
-
