@@ -6,7 +6,6 @@ import bisect
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import psutil
 import torch
@@ -23,7 +22,7 @@ from worker.contract.messages import (
     RankReport,
     RouteStats,
 )
-from worker.contract.spec import JobSpec
+from worker.contract.spec import JobSpec, Route
 from worker.kernels import launched_kernel
 from worker.planner import traffic_factor
 
@@ -66,6 +65,7 @@ class Reporter:
     def report(self, facts: StepFacts) -> RankReport:
         """Return the report of a step that has just ended."""
         last = self.optimizer.last_step
+        assert last is not None, "a step was done"
         self._skipped += last.skipped
         self._tokens += facts.tokens
         self._seconds += facts.seconds
@@ -122,7 +122,7 @@ class Reporter:
         return int(self._process.memory_info().rss)
 
 
-def comm_totals(comm: Mapping[tuple[str, str], Any]) -> tuple[CommTotals, ...]:
+def comm_totals(comm: Mapping[tuple[Route, str], dmuon.CommCount]) -> tuple[CommTotals, ...]:
     """Return the runtime's communication counters as messages."""
     return tuple(
         CommTotals.model_validate(
@@ -146,7 +146,9 @@ def differences(spec: JobSpec, plan: dmuon.RuntimePlan, rank: int, report: RankR
     planned = plan.ranks[rank].matrices * steps
     if matrices != planned:
         found.append(f"orthogonalised {matrices} matrices, planned {planned}")
-    done = {(entry.route, entry.phase): (entry.collectives, entry.payload_bytes) for entry in report.comm}
+    done: dict[tuple[Route, str], tuple[int, int]] = {
+        (entry.route, entry.phase): (entry.collectives, entry.payload_bytes) for entry in report.comm
+    }
     expected = {
         (route, phase): (entry.collectives * times, entry.payload_bytes * times)
         for (route, phase), entry in plan.traffic.items()
