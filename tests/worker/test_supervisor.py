@@ -123,7 +123,7 @@ def rank_processes() -> list[str]:
             title = " ".join(process.cmdline())
         except psutil.Error:
             continue
-        if "FakeRank" in title:
+        if "FakeRank" in title or "RankActor" in title:
             names.append(title)
     return names
 
@@ -200,6 +200,35 @@ def test_a_set_up_that_fails_or_hangs(fault: str, told: str) -> None:
     attempt = Driven(spec(fault=fault, start_deadline_s=2.0 if fault == "slow_import" else 60.0), fault)
     end = attempt.end()
     assert end.reason == Reason.SETUP_FAILED and told in end.message
+
+
+def test_real_training_through_the_entry_point() -> None:
+    from specs import tiny_spec
+
+    from worker.contract.actors import START_ENTRY
+    from worker.contract.messages import RankReport
+    from worker.planner import make_plan
+
+    assert START_ENTRY == "worker.actors.entry:start_supervisor"
+    from worker.actors.entry import start_supervisor
+
+    job = tiny_spec(2, kernels={"kernel": "blocked"})
+    start = AttemptStart(
+        job_id="real", attempt=3, fence="secret", spec_json=job.model_dump_json(), plan_hash=make_plan(job).plan_hash
+    ).model_dump_json()
+    for _ in range(2):  # the second time changes nothing
+        ray.get(ray.remote(start_supervisor).options(num_cpus=0).remote(start))
+    attempt = Driven.__new__(Driven)
+    attempt.entries = []
+    attempt.actor = ray.get_actor(supervisor_name("real", 3), namespace=NAMESPACE)
+    end = attempt.end(120)
+    assert end.reason == Reason.COMPLETED, (end, attempt.errors())
+    reports = [entry.body for entry in attempt.entries if isinstance(entry.body, RankReport)]
+    assert sorted((report.rank, report.step) for report in reports) == [(r, s) for r in (0, 1) for s in range(1, 6)]
+    assert {total.kernel for report in reports for total in report.ns} == {"blocked"}
+    names = [note.name for note in attempt.milestones()]
+    assert names == ["placed", "workers_started", "group_formed", "plan_confirmed", *["routes_verified"] * 2]
+    assert all(note.data["ok"] for note in attempt.milestones() if note.name == "routes_verified")
 
 
 def test_a_wrong_fence_changes_nothing() -> None:
