@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 import dmuon_runtime as dmuon
-from dmuon_runtime.kernels._registry import default_device
+from dmuon_runtime.kernels import default_device
 from worker.batches import num_micro_batches
 from worker.contract.errors import ContractError, ErrorValue, FieldError, PlanRefused
 from worker.contract.kernels import Kernel

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from specs import tiny_document, tiny_spec
+from tests.worker.specs import tiny_document, tiny_spec
 
+from worker.contract.load import validate_spec
 from worker.contract.messages import Milestone, RankReport
 from worker.contract.states import Reason
 from worker.local import Body, run_local
@@ -43,12 +44,13 @@ def test_any_number_of_workers_reaches_the_same_weights(tmp_path: Path) -> None:
         saved = tmp_path / f"{world_size}.pt"
         # A rate at which float32 rounding of the gradients, which Newton-Schulz amplifies, stays small in the weights.
         document = tiny_document(world_size, optimizer={"muon": {"lr": 0.004}, "adamw": {"lr": 0.0005}})
-        done = run(document, tmp_path, "--json", "--save", str(saved))
-        assert done.returncode == 0, done.stderr
+        told: list[Body] = []
+        end = run_local(validate_spec(document), told.append, save=saved)
+        assert end.reason == Reason.COMPLETED, end
         weights[world_size] = torch.load(saved, weights_only=True)
-        losses[world_size] = [entry.loss for entry in reports(done) if entry.rank == 0]
-        verified = [line for line in done.stdout.splitlines() if '"routes_verified"' in line]
-        assert len(verified) == world_size and all('"ok":true' in line for line in verified)
+        losses[world_size] = [body.loss for body in told if isinstance(body, RankReport) and body.rank == 0]
+        verified = [body for body in told if isinstance(body, Milestone) and body.name == "routes_verified"]
+        assert len(verified) == world_size and all(body.data["ok"] for body in verified)
     for world_size in (2, 3, 4):
         assert losses[world_size] == pytest.approx(losses[1], rel=1e-5)
         for name, expected in weights[1].items():
@@ -57,7 +59,7 @@ def test_any_number_of_workers_reaches_the_same_weights(tmp_path: Path) -> None:
 
 
 def test_reports_add_up(tmp_path: Path) -> None:
-    training = {"steps": 4, "global_batch": 12, "micro_batch": 3, "clip_grad_norm": 0.5}
+    training: dict[str, Any] = {"steps": 4, "global_batch": 12, "micro_batch": 3, "clip_grad_norm": 0.5}
     training["schedule"] = {"kind": "linear", "warmup_steps": 2}
     done = run(tiny_document(2, training=training, kernels={"kernel": "blocked"}), tmp_path, "--json")
     assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from specs import tiny_document, tiny_spec
+from tests.worker.specs import tiny_document, tiny_spec
 
 from worker.contract.errors import PlanRefused
 from worker.contract.planning import PlanAnswer, PlanRequest

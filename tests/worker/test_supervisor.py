@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import sys
 import tempfile
@@ -64,12 +65,10 @@ class Driven:
     """An attempt that the test drives as the control plane would."""
 
     def __init__(self, job: JobSpec, name: str, **start: Any) -> None:
-        from fake_ranks import FakeSupervisor  # type: ignore[import-not-found]
-
         self.start = AttemptStart(
             job_id=name, attempt=1, fence="secret", spec_json=job.model_dump_json(), plan_hash="", **start
         )
-        self.actor = ray.remote(FakeSupervisor).options(
+        self.actor = ray.remote(importlib.import_module("fake_ranks").FakeSupervisor).options(
             name=supervisor_name(name, 1), namespace=NAMESPACE, lifetime="detached", max_concurrency=32, num_cpus=0
         ).remote()  # fmt: skip
         ray.get(self.actor.start.remote(self.start.model_dump_json()))
@@ -203,7 +202,7 @@ def test_a_set_up_that_fails_or_hangs(fault: str, told: str) -> None:
 
 
 def test_real_training_through_the_entry_point() -> None:
-    from specs import tiny_spec
+    from tests.worker.specs import tiny_spec
 
     from worker.contract.actors import START_ENTRY
     from worker.contract.messages import RankReport
