@@ -47,4 +47,5 @@ class NewtonSchulz:
             gram = x @ x.mT
             x = 3.4445 * x + (-4.775 * gram + 2.0315 * gram @ gram) @ x
             self.ledger.launches += 3
-        return (x.mT if tall else x).to(matrix.dtype)
+        result: Tensor = (x.mT if tall else x).to(matrix.dtype)
+        return result
