@@ -1,0 +1,129 @@
+"""The two forms of the Newton-Schulz iteration, on normalised matrices.
+
+Shape suffixes: B batch of matrices, N short side, M long side. A long operand is kept in the layout it came in, tall or
+wide, and multiplied from its short side; nothing is transposed in memory.
+
+Note "Why the products are split so". In the Gram form everything but the last product is a polynomial of R = X X^T.
+With z = b r + c r^2, a step takes q to q z + a q and r to r h^2, where h = z + a. The identity is never added to z:
+in half precision ``a q`` must be added in the accumulator of the product, not rounded into z first. A restart applies Q
+to X and forms R anew from the rounded X, which removes what R and Q have drifted apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dmuon_runtime.coefficients import Triple
+from dmuon_runtime.kernels import SymmetricKernel
+
+__all__ = ["decide_algorithm", "direct_iteration", "gram_iteration", "ns_flops"]
+
+
+def ns_flops(
+    algorithm: str, short_dim: int, long_dim: int, steps: int, num_restarts: int, product_share: float = 0.5
+) -> float:
+    """FLOPs for one matrix; ``product_share`` is what a symmetric product costs of a plain one.
+
+    At one half this is T (3 M N^2 + N^3) for direct and 4 T N^3 + 3 (M N^2 - N^3)(1 + r) for Gram.
+    """
+    cube, long = 2.0 * short_dim**3, 2.0 * long_dim * short_dim**2
+    if algorithm == "direct":
+        return steps * (product_share * (long + cube) + long)
+    segments = 1 + num_restarts
+    num_cubes = 4 * steps - 3 * segments  # Z at each step, Q but at a segment's first, two for R but at its last
+    return segments * (product_share * long + long) + num_cubes * product_share * cube
+
+
+def decide_algorithm(short_dim: int, long_dim: int, steps: int, num_restarts: int, product_share: float) -> str:
+    """Return the form with fewer FLOPs, ``gram`` on a tie."""
+    gram, direct = (
+        ns_flops(name, short_dim, long_dim, steps, num_restarts, product_share) for name in ("gram", "direct")
+    )
+    return "gram" if gram <= direct else "direct"
+
+
+@dataclass(slots=True)
+class _Long:
+    """One stack of matrices of a group, [B, N, M] or, when ``tall``, [B, M, N]; ``rows`` is its place in the group."""
+
+    x: Tensor
+    tall: bool
+    rows: slice
+
+    def gram(self, kernel: SymmetricKernel, out: Tensor, algorithm: str) -> None:
+        """Write ``X X^T`` (of the wide reading) to its rows of ``out``, [B, N, N]."""
+        left, right = (self.x.mT, self.x) if self.tall else (self.x, self.x.mT)
+        kernel.symmetric(left, right, out=out[self.rows], algorithm=algorithm)
+
+    def multiply(self, q: Tensor) -> None:
+        """Replace X by ``Q X`` of the wide reading; ``q`` is [B, N, N] and symmetric."""
+        self.x = torch.bmm(self.x, q[self.rows]) if self.tall else torch.bmm(q[self.rows], self.x)
+
+    def multiply_add(self, q: Tensor, a: float) -> None:
+        """Replace X by ``Q X + a X``."""
+        left, right = (self.x, q[self.rows]) if self.tall else (q[self.rows], self.x)
+        self.x = torch.baddbmm(self.x, left, right, beta=a)
+
+
+def _stack(matrices: Sequence[Tensor]) -> tuple[list[_Long], Tensor]:
+    """Give each [b, rows, cols] its place, and make room for the common [B, N, N]."""
+    longs, begin = [], 0
+    for x in matrices:
+        longs.append(_Long(x, x.shape[1] > x.shape[2], slice(begin, begin + x.shape[0])))
+        begin += x.shape[0]
+    short_dim = min(matrices[0].shape[1:])
+    return longs, matrices[0].new_empty(begin, short_dim, short_dim)
+
+
+def gram_iteration(
+    matrices: Sequence[Tensor], coefficients: Sequence[Triple], restarts: Sequence[int], kernel: SymmetricKernel
+) -> list[Tensor]:
+    """Orthogonalise stacks that share a short side; the N x N products run once for all of them.
+
+    Args:
+        matrices: stacks [b, rows, cols] with equal ``min(rows, cols)``, dtype and device, normalised; not modified.
+        restarts: steps (0-based, at least 1) before which Q is applied and R formed anew.
+    """
+    longs, r = _stack(matrices)
+    last, q = len(coefficients) - 1, None
+    for step, (a, b, c) in enumerate(coefficients):
+        if step == 0 or step in restarts:
+            for long in longs:
+                if q is not None:
+                    long.multiply(q)
+                long.gram(kernel, r, "gram")
+            q = None
+        z = kernel.symmetric(r, r, r, alpha=c, beta=b)
+        if step < last and step + 1 not in restarts:
+            rh = kernel.symmetric(r, z, r, beta=a)
+            r_next = kernel.symmetric(rh, z, rh, beta=a)
+        else:
+            r_next = r
+        if q is None:
+            q = z  # z is not read again
+            q.diagonal(dim1=-2, dim2=-1).add_(a)
+        else:
+            q = kernel.symmetric(q, z, q, beta=a)
+        r = r_next
+    assert q is not None, "no steps"
+    for long in longs:
+        long.multiply(q)
+    return [long.x for long in longs]
+
+
+def direct_iteration(
+    matrices: Sequence[Tensor], coefficients: Sequence[Triple], kernel: SymmetricKernel
+) -> list[Tensor]:
+    """Orthogonalise stacks that share a short side by the classic form: ``X <- a X + (b A + c A^2) X, A = X X^T``."""
+    longs, gram = _stack(matrices)
+    for a, b, c in coefficients:
+        for long in longs:
+            long.gram(kernel, gram, "direct")
+        polynomial = kernel.symmetric(gram, gram, gram, alpha=c, beta=b, algorithm="direct")
+        for long in longs:
+            long.multiply_add(polynomial, a)
+    return [long.x for long in longs]

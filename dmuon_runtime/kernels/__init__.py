@@ -1,0 +1,10 @@
+"""Kernels for the symmetric products of Newton-Schulz, by name."""
+
+from dmuon_runtime.kernels import syrk_quack
+from dmuon_runtime.kernels._base import KernelUnavailable, SymmetricKernel
+from dmuon_runtime.kernels._registry import KERNEL_NAMES, KERNELS, get_backend_status, get_ns_backend
+
+__all__ = [
+    "KERNELS", "KERNEL_NAMES", "KernelUnavailable", "SymmetricKernel", "get_backend_status", "get_ns_backend",
+    "syrk_quack",
+]  # fmt: skip

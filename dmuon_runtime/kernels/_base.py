@@ -1,0 +1,69 @@
+"""What every kernel is: an object that computes batched symmetric products and counts its own launches."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dmuon_runtime.ledger import LEDGER
+
+__all__ = ["KernelUnavailable", "SymmetricKernel"]
+
+
+class KernelUnavailable(ValueError, RuntimeError):
+    """A kernel that was asked for by name cannot run here."""
+
+    code = "kernel_unavailable"
+
+    def __init__(self, kernel: str, detail: str) -> None:
+        self.kernel, self.detail = kernel, detail
+        super().__init__(kernel, detail)
+
+    def __str__(self) -> str:
+        return f"Newton-Schulz kernel {self.kernel!r} cannot run here: {self.detail}"
+
+
+class SymmetricKernel(ABC):
+    """One way to compute ``alpha * A @ B + beta * C`` where the result is known to be symmetric.
+
+    Attributes:
+        name: What users type and metrics show.
+        product_share: FLOPs of a symmetric product over those of a plain one, for choosing an algorithm.
+    """
+
+    name: ClassVar[str]
+    product_share: ClassVar[float] = 1.0
+
+    @abstractmethod
+    def available(self, device: torch.device) -> tuple[bool, str]:
+        """Return whether it can run on ``device``, and what it is or what to install."""
+
+    def serves(self, short_dim: int, long_dim: int, dtype: torch.dtype) -> bool:
+        """Return whether matrices of this size and compute dtype may go to it."""
+        return True
+
+    def symmetric(
+        self, a: Tensor, b: Tensor, c: Tensor | None = None, *,
+        alpha: float = 1.0, beta: float = 1.0, out: Tensor | None = None, algorithm: str = "gram",
+    ) -> Tensor:  # fmt: skip
+        """Return ``alpha * a @ b + beta * c``, and count the launch.
+
+        Args:
+            a: [B, N, K].
+            b: [B, K, N], such that ``a @ b`` is symmetric.
+            c: [B, N, N] symmetric, or None for no term.
+            out: [B, N, N] to write to; must not overlap the operands.
+            algorithm: ``gram`` or ``direct``, for the ledger.
+        """
+        if out is None:
+            out = a.new_empty(a.shape[0], a.shape[1], a.shape[1])
+        self._launch(a, b, c, alpha, beta, out)
+        LEDGER.count_launch(self.name, algorithm)
+        return out
+
+    @abstractmethod
+    def _launch(self, a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, out: Tensor) -> None:
+        """Write the product to ``out``."""

@@ -1,0 +1,127 @@
+"""Kernels by name, and which of them runs."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from dmuon_runtime.kernels._base import KernelUnavailable, SymmetricKernel
+from dmuon_runtime.kernels._blocked import Blocked
+from dmuon_runtime.kernels._cublas import Cublas
+from dmuon_runtime.kernels._cute_sm80 import CuteSm80
+from dmuon_runtime.kernels._settings import kernel_from_environment
+from dmuon_runtime.kernels.syrk_quack import Quack
+
+__all__ = [
+    "AUTO",
+    "CUBLAS",
+    "KERNELS",
+    "KERNEL_NAMES",
+    "KernelChoice",
+    "active_kernel",
+    "check_runs",
+    "decide_choice",
+    "default_device",
+    "get_backend_status",
+    "get_ns_backend",
+]  # fmt: skip
+
+_log = logging.getLogger(__name__)
+
+AUTO: Final = "auto"
+CUBLAS: Final = Cublas()
+KERNELS: Final[dict[str, SymmetricKernel]] = {
+    kernel.name: kernel for kernel in (Quack(), CuteSm80(), Blocked(), CUBLAS)
+}
+KERNEL_NAMES: Final = (AUTO, *KERNELS)
+_DETECTION_ORDER: Final = ("quack", "cute_sm80")
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class KernelChoice:
+    """Which kernel was asked for, and by whom: ``argument``, ``environment``, ``deterministic`` or ``detection``."""
+
+    name: str
+    decided_by: str
+
+
+def default_device() -> torch.device:
+    """The device on which a process with a GPU computes, else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def decide_choice(argument: str, environment: str | None, deterministic: bool) -> KernelChoice:
+    """Apply the precedence: argument, environment, deterministic, detection.
+
+    Raises:
+        ValueError: a name that is no kernel.
+    """
+    for name, source in ((argument, "kernel"), (environment or AUTO, "DMUON_NS_KERNEL")):
+        if name not in KERNEL_NAMES:
+            raise ValueError(f"{source}={name!r} is no Newton-Schulz kernel; there are {', '.join(KERNEL_NAMES)}")
+    if argument != AUTO:
+        return KernelChoice(argument, "argument")
+    if environment is not None and environment != AUTO:
+        return KernelChoice(environment, "environment")
+    if deterministic:
+        return KernelChoice(CUBLAS.name, "deterministic")
+    return KernelChoice(AUTO, "detection")
+
+
+def active_kernel(choice: KernelChoice, device: torch.device) -> SymmetricKernel:
+    """Return what runs now on ``device``; a named kernel that was switched off gives way to ``cublas``, logged once."""
+    if choice.name == AUTO:
+        usable = (name for name in _DETECTION_ORDER if KERNELS[name].available(device)[0])
+        return KERNELS[next(usable, CUBLAS.name)]
+    kernel = KERNELS[choice.name]
+    ok, detail = kernel.available(device)
+    if ok:
+        return kernel
+    if detail not in _warned:
+        _warned.add(detail)
+        _log.warning("Newton-Schulz runs on cublas instead of %s: %s", choice.name, detail)
+    return CUBLAS
+
+
+def check_runs(choice: KernelChoice, device: torch.device) -> None:
+    """Raise :class:`KernelUnavailable` when a kernel that was asked for by name cannot run on ``device``."""
+    if choice.name == AUTO:
+        return
+    ok, detail = KERNELS[choice.name].available(device)
+    if not ok:
+        raise KernelUnavailable(choice.name, f"{detail} (asked for by {choice.decided_by})")
+
+
+def _auto_choice(device: torch.device) -> SymmetricKernel:
+    return active_kernel(decide_choice(AUTO, kernel_from_environment(), False), device)
+
+
+def _sm_version(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def get_backend_status() -> dict[str, int | str | bool | None]:
+    """Say what this machine has: ``auto_choice`` is what ``kernel="auto"`` would launch now."""
+    device = default_device()
+    return {
+        "sm_version": _sm_version(device),
+        "auto_choice": _auto_choice(device).name,
+        "quack_available": KERNELS["quack"].available(device)[0],
+        "cute_sm80_available": KERNELS["cute_sm80"].available(device)[0],
+        "cublas_always_available": True,
+    }
+
+
+def get_ns_backend() -> str:
+    """One line for a start-up log: what ``NewtonSchulz()`` would launch now."""
+    device = default_device()
+    kernel, version = _auto_choice(device), _sm_version(device)
+    place = "CPU" if version is None else f"SM{version}"
+    return f"Gram NS · kernel={kernel.name} ({place}, {kernel.available(device)[1]})"

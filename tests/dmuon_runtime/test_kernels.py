@@ -1,0 +1,149 @@
+"""Kernels: equal results, who decides which one runs, and truthful reports."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from dmuon_runtime import ledger
+from dmuon_runtime.kernels import KERNELS, KernelUnavailable, get_backend_status, get_ns_backend, syrk_quack
+from dmuon_runtime.kernels._blocked import Blocked
+from dmuon_runtime.kernels._registry import KernelChoice, active_kernel, decide_choice
+from dmuon_runtime.kernels._settings import kernel_from_environment
+from dmuon_runtime.newton_schulz import NewtonSchulz
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("DMUON_NS_KERNEL", raising=False)
+    kernel_from_environment.cache_clear()
+    yield
+    kernel_from_environment.cache_clear()
+
+
+def set_environment(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("DMUON_NS_KERNEL", value)
+    kernel_from_environment.cache_clear()
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 8, 16, 33])
+@pytest.mark.parametrize(("alpha", "beta"), [(1.0, 1.0), (-0.5, 2.0)])
+@pytest.mark.parametrize("with_c", [False, True])
+def test_blocked_equals_cublas(size: int, alpha: float, beta: float, with_c: bool) -> None:
+    x = torch.randn(3, size, 20, generator=torch.Generator().manual_seed(size))
+    c = x @ x.mT if with_c else None
+    expected = KERNELS["cublas"].symmetric(x, x.mT, c, alpha=alpha, beta=beta)
+    result = Blocked(leaf=2).symmetric(x, x.mT, c, alpha=alpha, beta=beta)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(expected, alpha * x @ x.mT + (0 if c is None else beta * c), rtol=1e-5, atol=1e-5)
+
+
+def test_out_is_written_even_over_nan() -> None:
+    x, out = torch.ones(1, 4, 4), torch.full((1, 4, 4), torch.nan)
+    for kernel in (KERNELS["cublas"], Blocked(leaf=2)):
+        assert kernel.symmetric(x, x, alpha=0.5, out=out) is out
+        assert torch.equal(out, torch.full((1, 4, 4), 2.0))
+
+
+@pytest.mark.parametrize(
+    ("argument", "environment", "deterministic", "expected"),
+    [
+        ("blocked", "cublas", True, KernelChoice("blocked", "argument")),
+        ("auto", "blocked", True, KernelChoice("blocked", "environment")),
+        ("auto", "auto", True, KernelChoice("cublas", "deterministic")),
+        ("auto", None, False, KernelChoice("auto", "detection")),
+    ],
+)
+def test_precedence(argument: str, environment: str | None, deterministic: bool, expected: KernelChoice) -> None:
+    assert decide_choice(argument, environment, deterministic) == expected
+
+
+def test_unknown_names_are_refused_with_their_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"kernel='quak'.*auto, quack"):
+        NewtonSchulz(kernel="quak")
+    set_environment(monkeypatch, "fast")
+    with pytest.raises(ValueError, match="DMUON_NS_KERNEL='fast'"):
+        NewtonSchulz()
+
+
+@pytest.mark.parametrize(("name", "cure"), [("quack", r"SM90\+"), ("cute_sm80", "not built yet in this version")])
+def test_a_named_kernel_that_cannot_run_fails_at_construction(name: str, cure: str) -> None:
+    with pytest.raises(KernelUnavailable, match=cure) as caught:
+        NewtonSchulz(kernel=name)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_the_environment_counts_only_for_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, "blocked")
+    assert NewtonSchulz().kernel_on(CPU) == "blocked"
+    assert NewtonSchulz(kernel="cublas").kernel_on(CPU) == "cublas"
+    assert get_backend_status()["auto_choice"] == "blocked"
+    with pytest.warns(UserWarning, match="environment says blocked"):
+        NewtonSchulz(deterministic=True)
+    set_environment(monkeypatch, "quack")
+    with pytest.raises(KernelUnavailable, match="asked for by environment"):
+        NewtonSchulz()
+
+
+def test_argument_against_deterministic_warns_and_runs() -> None:
+    with pytest.warns(UserWarning, match="argument says blocked"):
+        ns = NewtonSchulz(kernel="blocked", deterministic=True)
+    assert ns.kernel_on(CPU) == "blocked"
+
+
+def test_launches_are_counted_under_the_kernel_that_ran() -> None:
+    def count(name: str) -> int:
+        return sum(c.launches for (kernel, _), c in ledger.snapshot().items() if kernel == name)
+
+    before = {name: count(name) for name in KERNELS}
+    NewtonSchulz(kernel="blocked")(torch.ones(4, 8))
+    NewtonSchulz()(torch.ones(4, 8))
+    assert {name: count(name) - before[name] for name in KERNELS} == {
+        "quack": 0, "cute_sm80": 0, "blocked": 16, "cublas": 16,
+    }  # fmt: skip
+
+
+class _FakeDevice(syrk_quack.Quack):
+    """quack on a machine that has it."""
+
+    def available(self, device: torch.device) -> tuple[bool, str]:
+        return (True, "fake") if syrk_quack.ADAPTER_READY else super().available(device)
+
+
+def test_the_quack_switch_takes_effect_at_the_next_call(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(KERNELS, "quack", _FakeDevice())
+    named, auto = decide_choice("quack", None, False), decide_choice("auto", None, False)
+    assert active_kernel(named, CPU).name == active_kernel(auto, CPU).name == "quack"
+    monkeypatch.setattr(syrk_quack, "ADAPTER_READY", False)
+    assert active_kernel(named, CPU).name == active_kernel(auto, CPU).name == "cublas"
+    assert active_kernel(named, CPU).name == "cublas"
+    assert [record.getMessage() for record in caplog.records].count(
+        "Newton-Schulz runs on cublas instead of quack: switched off: syrk_quack.ADAPTER_READY is False"
+    ) == 1, "said once"
+
+
+def test_quack_serves_only_what_it_can() -> None:
+    quack = syrk_quack.Quack()
+    assert quack.serves(256, 1000, torch.float16)
+    assert not quack.serves(256, 1001, torch.float16), "rows of 16 bytes"
+    assert not quack.serves(128, 1024, torch.float16), "small"
+    assert not quack.serves(256, 1024, torch.float32)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="states what a machine without a GPU reports")
+def test_reports_on_a_cpu() -> None:
+    assert get_backend_status() == {
+        "sm_version": None,
+        "auto_choice": "cublas",
+        "quack_available": False,
+        "cute_sm80_available": False,
+        "cublas_always_available": True,
+    }
+    assert get_ns_backend() == "Gram NS · kernel=cublas (CPU, universal fallback)"

@@ -1,0 +1,170 @@
+"""Orthogonalisation: the laws that hold for any form, kernel, scale and grouping."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dmuon_runtime import ledger
+from dmuon_runtime.coefficients import YOU_COEFFICIENTS, apply_polynomials, coefficients_for
+from dmuon_runtime.newton_schulz import (
+    NewtonSchulz,
+    default_restarts,
+    direct_newton_schulz,
+    gram_newton_schulz,
+    newton_schulz,
+    orthogonality_error,
+)
+
+SHAPES = [(64, 128), (128, 64), (48, 48), (3, 16, 40), (2, 2, 40, 16)]
+
+
+def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def reference(matrix: Tensor, ns: NewtonSchulz, steps: int = 5) -> Tensor:
+    """The same polynomial on the singular values, in float64."""
+    x = matrix.double()
+    u, s, vh = torch.linalg.svd(x, full_matrices=False)
+    s = s / torch.linalg.vector_norm(s, dim=-1, keepdim=True)
+    lifted = apply_polynomials(s, coefficients_for(ns.coefficients, steps))
+    return torch.matmul(u * lifted[..., None, :], vh)
+
+
+def launches() -> dict[tuple[str, str], tuple[int, int]]:
+    return {key: (count.launches, count.matrices) for key, count in ledger.snapshot().items()}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("ns", [NewtonSchulz(), NewtonSchulz("direct"), NewtonSchulz(kernel="blocked")], ids=repr)
+@pytest.mark.parametrize("steps", [1, 3, 5, 8])
+def test_equals_the_polynomial_of_the_singular_values(ns: NewtonSchulz, shape: tuple[int, ...], steps: int) -> None:
+    matrix = gaussian(*shape)
+    torch.testing.assert_close(ns(matrix, steps).double(), reference(matrix, ns, steps), rtol=0, atol=2e-5)
+
+
+def test_restarts_do_not_change_the_value() -> None:
+    matrix = gaussian(32, 96, dtype=torch.float64)
+    for restarts in [(), (1,), (2, 4), (1, 2, 3, 4)]:
+        ns = NewtonSchulz(restart_iterations=restarts)
+        torch.testing.assert_close(ns(matrix), reference(matrix, ns), rtol=0, atol=1e-9)
+
+
+def test_singular_values_lie_in_the_band() -> None:
+    for coefficients, low, high in [(None, 0.72, 1.13), (YOU_COEFFICIENTS, 0.47, 1.15)]:
+        values = torch.linalg.svdvals(newton_schulz(gaussian(64, 128), coefficients=coefficients))
+        assert low < float(values.min()) and float(values.max()) < high
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-10, 1e18, 1e20, 1e30])
+@pytest.mark.parametrize("backend", ["gram", "direct"])
+def test_scale_does_not_matter(backend: str, scale: float) -> None:
+    ns = NewtonSchulz("gram" if backend == "gram" else "direct")
+    matrix = gaussian(64, 128)
+    expected = ns(matrix)
+    torch.testing.assert_close(ns(matrix * scale), expected, rtol=0, atol=1e-5)
+    assert float(expected.norm()) == pytest.approx(7.9, abs=0.6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision_input_is_normalised_in_float32(dtype: torch.dtype) -> None:
+    matrix = gaussian(16, 16).mul(1e4 if dtype == torch.float16 else 1e15).to(dtype)
+    result = newton_schulz(matrix)
+    assert result.dtype == dtype
+    torch.testing.assert_close(result.double(), reference(matrix, NewtonSchulz()), rtol=0, atol=1e-2)
+
+
+def test_zero_gives_exact_zero_and_does_not_touch_its_neighbours() -> None:
+    batch = gaussian(3, 16, 32)
+    batch[1] = 0
+    result = newton_schulz(batch)
+    assert torch.equal(result[1], torch.zeros(16, 32))
+    torch.testing.assert_close(result[[0, 2]], newton_schulz(batch[[0, 2]]), rtol=0, atol=1e-6)
+    rows = gaussian(16, 32)
+    rows[4:8] = 0
+    assert float(newton_schulz(rows)[4:8].abs().max()) == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_non_finite_matrix_stays_alone(bad: float) -> None:
+    batch = gaussian(3, 16, 32)
+    clean = newton_schulz(batch)
+    batch[1, 3, 3] = bad
+    for ns in (NewtonSchulz(), NewtonSchulz("direct"), NewtonSchulz(kernel="blocked")):
+        result = ns(batch)
+        assert bool(result[1].isnan().all())
+        torch.testing.assert_close(result[[0, 2]], clean[[0, 2]], rtol=0, atol=1e-5)
+
+
+def test_rank_one_stays_rank_one() -> None:
+    values = torch.linalg.svdvals(newton_schulz(torch.outer(gaussian(32), gaussian(48, seed=1))))
+    assert 0.7 < float(values[0]) < 1.13
+    assert float(values[1]) < 1e-3
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (64, 1), (1, 1), (8192, 2), (2, 1, 5)])
+def test_degenerate_shapes(shape: tuple[int, ...]) -> None:
+    matrix = gaussian(*shape)
+    for backend in (gram_newton_schulz, direct_newton_schulz):
+        result = backend(matrix)
+        assert result.shape == matrix.shape
+        torch.testing.assert_close(result.double(), reference(matrix, NewtonSchulz()), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 3, 3)])
+def test_empty_tensors_come_back_empty(shape: tuple[int, ...]) -> None:
+    assert newton_schulz(torch.zeros(shape)).shape == shape
+
+
+def test_many_at_once_equal_one_by_one_and_share_the_small_products() -> None:
+    matrices = [
+        gaussian(*shape, seed=i) for i, shape in enumerate([(16, 40), (64, 16), (2, 16, 48), (24, 48), (40, 16)])
+    ]
+    ns = NewtonSchulz()
+    before = launches()
+    together = ns.orthogonalize(matrices)
+    done = launches()[("cublas", "gram")]
+    base = before.get(("cublas", "gram"), (0, 0))
+    # Short side 16: 14 shared products and 2 Gram products for each of three shapes (16, 40), (64, 16), (16, 48) and
+    # (40, 16); short side 24: 14 and 2.
+    assert (done[0] - base[0], done[1] - base[1]) == (14 + 2 * 4 + 14 + 2, 6)
+    for matrix, result in zip(matrices, together, strict=True):
+        assert result.shape == matrix.shape
+        torch.testing.assert_close(result, ns(matrix), rtol=0, atol=1e-6)
+
+
+def test_inputs_are_never_modified() -> None:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        for matrix in (gaussian(8, 5, dtype=dtype), gaussian(5, 8, dtype=dtype).T):
+            kept = matrix.clone()
+            NewtonSchulz().orthogonalize([matrix])
+            NewtonSchulz("direct").orthogonalize([matrix])
+            assert torch.equal(matrix, kept)
+
+
+def test_square_matrices_run_direct_on_a_cpu_and_are_counted_so() -> None:
+    before = launches().get(("cublas", "direct"), (0, 0))
+    NewtonSchulz("gram")(gaussian(4, 32, 32))
+    after = launches()[("cublas", "direct")]
+    assert (after[0] - before[0], after[1] - before[1]) == (10, 4)
+
+
+def test_steps_and_restarts_are_checked() -> None:
+    assert [default_restarts(steps) for steps in (1, 3, 4, 5, 8)] == [(), (), (3,), (3,), (3, 5, 7)]
+    with pytest.raises(ValueError, match="at least 1 step"):
+        newton_schulz(gaussian(4, 4), 0)
+    with pytest.raises(ValueError, match=r"\[5\] lie beyond the last of 5 steps"):
+        newton_schulz(gaussian(4, 4), restart_iterations=[2, 5])
+    with pytest.raises(ValueError, match="at least 1"):
+        NewtonSchulz(restart_iterations=[0])
+    with pytest.raises(ValueError, match=r"\[0\] \(3,\).*\[2\] \(2, 2\) torch.int64"):
+        NewtonSchulz().orthogonalize([gaussian(3), gaussian(2, 2), torch.ones(2, 2, dtype=torch.int64)])
+
+
+def test_orthogonality_error() -> None:
+    orthogonal = torch.linalg.qr(gaussian(8, 5)).Q
+    stack = torch.stack([orthogonal, 1.1 * orthogonal, torch.zeros(8, 5), torch.full((8, 5), torch.nan)])
+    errors = orthogonality_error(stack)
+    torch.testing.assert_close(errors, torch.tensor([0.0, 0.21, 0.0, torch.inf]), rtol=0, atol=1e-5)
