@@ -53,7 +53,7 @@ def adamw_update(tensors: AdamWTensors, settings: AdamWSettings, gate: Tensor | 
     torch._foreach_add_(list(tensors.exp_avgs), gradients, alpha=1 - beta1)
     _decay(tensors.exp_avg_sqs, beta2, gate)
     torch._foreach_addcmul_(list(tensors.exp_avg_sqs), gradients, gradients, value=1 - beta2)
-    steps = torch._foreach_clamp_min(list(tensors.steps), 1.0)
+    steps = [step.clamp_min(1.0).double() for step in tensors.steps]  # 1 - b^t cancels in single precision
     corrections1 = [1 - beta1**step for step in steps]
     roots2 = [(1 - beta2**step).sqrt() for step in steps]
     denominators = torch._foreach_sqrt(list(tensors.exp_avg_sqs))

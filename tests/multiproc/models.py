@@ -91,9 +91,12 @@ class ToyLM(nn.Module):
 
 
 def make(mode: str = "plain", tied: str = "", seed: int = 0, dtype: torch.dtype = torch.float64) -> ToyLM:
-    """Return a model with fixed weights."""
+    """Return a model with fixed weights, none of them zero, so that relative errors mean something."""
     torch.manual_seed(seed)
-    return ToyLM(mode, tied).to(dtype)
+    model = ToyLM(mode, tied)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, mean=0.3, std=0.3)
+    return model.to(dtype)
 
 
 def batch(step: int, rank: int, micro: int = 0) -> Tensor:
