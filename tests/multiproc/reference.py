@@ -1,4 +1,4 @@
-"""One process that trains as N ranks would: mean of per-rank gradients, then Muon or AdamW, written from the formulas."""
+"""One process that trains as N ranks would: mean of per-rank gradients, then Muon or AdamW from the formulas."""
 
 from __future__ import annotations
 
