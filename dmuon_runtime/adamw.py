@@ -1,7 +1,7 @@
 """AdamW with decoupled decay over lists of tensors, each with its own step count.
 
-The gate, where there is one, is a 0-dim float tensor on the device: 1 applies the step, 0 leaves every bit of weights and
-state as it was, without the host knowing which.
+The gate, where there is one, is a 0-dim float tensor on the device: 1 applies the step, 0 leaves every bit of weights
+and state as it was, without the host knowing which.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def adamw_update(tensors: AdamWTensors, settings: AdamWSettings, gate: Tensor | 
     gradients = list(tensors.gradients)
     if gate is not None:
         gradients = [torch.where(gate > 0, gradient, 0.0) for gradient in gradients]
-    torch._foreach_add_(list(tensors.steps), 1.0 if gate is None else gate)  # type: ignore[arg-type]
+    torch._foreach_add_(list(tensors.steps), 1.0 if gate is None else gate)
     _decay(tensors.exp_avgs, beta1, gate)
     torch._foreach_add_(list(tensors.exp_avgs), gradients, alpha=1 - beta1)
     _decay(tensors.exp_avg_sqs, beta2, gate)
     torch._foreach_addcmul_(list(tensors.exp_avg_sqs), gradients, gradients, value=1 - beta2)
-    steps = torch._foreach_clamp_min(list(tensors.steps), 1.0)
+    steps = [step.clamp_min(1.0).double() for step in tensors.steps]  # 1 - b^t cancels in single precision
     corrections1 = [1 - beta1**step for step in steps]
     roots2 = [(1 - beta2**step).sqrt() for step in steps]
     denominators = torch._foreach_sqrt(list(tensors.exp_avg_sqs))

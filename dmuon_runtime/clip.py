@@ -17,7 +17,7 @@ def clip_grad_norm_(optimizer: Muon, max_norm: float) -> Tensor:
     """Scale all gradients by ``min(1, max_norm / (norm + 1e-6))``; return the norm before it, 0-dim, on the device.
 
     The norm is that of the mean gradient over ranks, as one process would compute it; each element counts once. When it
-    is not finite nothing is scaled, so that the step finds and names the offenders. ``max_norm=math.inf`` only measures.
+    is not finite nothing is scaled, so that the step finds and names the offenders; ``math.inf`` only measures.
     """
     if not max_norm > 0:
         raise SettingError(f"max_norm must be positive, not {max_norm!r}; pass math.inf to measure only")

@@ -165,8 +165,8 @@ def _describe_mismatch(plan: RuntimePlan, hashes: Sequence[str], transport: Tran
     who = "; ".join(f"ranks {ranks} have {digest[:12]}" for digest, ranks in groups.items())
     what = f"parameters {', '.join(differing)}" if differing else "options outside the parameters"
     return PlanMismatch(
-        f"ranks made different plans ({who}); they differ in {what}; build the same model and pass the same arguments on "
-        "every rank",
+        f"ranks made different plans ({who}); they differ in {what}; build the same model and pass the same arguments "
+        "on every rank",
         differing,
     )
 

@@ -40,7 +40,7 @@ class BackwardWatch:
         if not self._is_open:
             self.schedule.begin_half()
             self._is_open = True
-            Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(self._end)
 
     def note_outside(self) -> None:
         """Call outside any backward: one that is still open has failed and its callback never came."""
@@ -84,7 +84,7 @@ class _UnitHooks:
         if torch.is_grad_enabled():
             for tensor in iterate_tensors(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(self._before_backward)
+                    tensor.register_hook(self._before_backward)  # type: ignore[no-untyped-call]
         return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
 
     def _before_backward(self, _gradient: Tensor) -> None:
@@ -111,6 +111,6 @@ def install_hooks(schedule: Schedule) -> BackwardWatch:
         unit.module.register_forward_pre_hook(hooks.before_forward, with_kwargs=True, prepend=True)
         unit.module.register_forward_hook(hooks.after_forward, always_call=True)
         for parameter in unit.parameters:
-            parameter.register_post_accumulate_grad_hook(hooks.gradient_hook())
+            parameter.register_post_accumulate_grad_hook(hooks.gradient_hook())  # type: ignore[no-untyped-call]
     assert schedule.stage is Stage.IDLE
     return watch

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 __all__ = ["MatrixShape", "matrix_blocks", "matrix_shapes"]
@@ -43,4 +44,4 @@ def matrix_shapes(shape: Sequence[int], view: str | None, split_rows: Sequence[i
 def matrix_blocks(tensor: Tensor, view: str | None, split_rows: Sequence[int]) -> list[Tensor]:
     """Return views of ``tensor`` (any shape), one for each entry of :func:`matrix_shapes`."""
     viewed = tensor.view(_as_batch(tensor.shape, view))
-    return list(viewed.split(list(split_rows), dim=-2)) if split_rows else [viewed]
+    return list(torch.split(viewed, list(split_rows), dim=-2)) if split_rows else [viewed]

@@ -40,8 +40,8 @@ def update_scale(rule: Scale, rows: int, columns: int) -> float:
 class Muon(torch.optim.Optimizer):
     """Muon and AdamW for a dedicated model; every call but :meth:`zero_grad` is collective.
 
-    ``param_groups`` holds one group for each route (of each group given), with ``route`` and its own ``lr``, so learning
-    rate schedulers keep the ratio. State exists from construction, for what this rank owns. A parameter for which no
+    ``param_groups`` holds one group for each route (of each group given), with ``route`` and its own ``lr``, so
+    schedulers keep the ratio. State exists from construction, for what this rank owns. A parameter for which no
     rank had a gradient is left alone: no momentum, no decay. ``non_finite`` says what an infinite or NaN gradient does:
     ``skip`` leaves all weights and state as they are, ``raise`` raises :class:`NonFiniteGradient` on all ranks.
     """
@@ -245,7 +245,7 @@ def _check_managed(model: nn.Module, runtime: Runtime) -> None:
     ]
     if loose:
         raise UnmanagedParameters(
-            f"nobody would update {', '.join(loose)}: they train, but were frozen or absent when the model was dedicated; "
-            "unfreeze them before dedicate_params, or freeze them again",
+            f"nobody would update {', '.join(loose)}: they train, but did not when the model was dedicated. "
+            "Unfreeze them before dedicate_params, or freeze them again",
             loose,
         )

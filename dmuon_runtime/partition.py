@@ -1,8 +1,8 @@
 """Who owns what: longest-processing-time-first over the true cost of the work. Pure, deterministic, heap based.
 
-Balance decides. Among slots whose load is within a thousandth of the ideal of the lowest, a slot that does not yet hold
-a parameter of the same layer is better, and then one that already has a matrix of the same short side, since those share
-one Newton-Schulz batch.
+Balance decides. Among slots whose load is within a thousandth of the ideal of the lowest, a slot that does not yet
+hold a parameter of the same layer is better, and then one that already has a matrix of the same short side, since those
+share one Newton-Schulz batch.
 """
 
 from __future__ import annotations

@@ -132,8 +132,8 @@ def _select(tree: ModuleTree, predicate: Predicate) -> tuple[list[NamedParameter
         )
     if unmanaged:
         raise UnmanagedParameters(
-            f"nobody would update {', '.join(unmanaged)}: they train, but the predicate does not choose them. Widen the "
-            "predicate, or freeze them with requires_grad_(False); a second runtime beside this one is not available yet",
+            f"nobody would update {', '.join(unmanaged)}: they train, but the predicate does not choose them. Widen "
+            "the predicate, or freeze them with requires_grad_(False); no other runtime can share a model yet",
             unmanaged,
         )
     return chosen, frozen, warnings
@@ -274,8 +274,8 @@ def _casts(unit: str, parameters: Sequence[ParameterPlan]) -> tuple[str | None, 
     names = [plan.name for plan in parameters]
     if wants_cast and len(inputs) > 1:
         raise DtypeConflict(
-            f"{where} casts its inputs, but has mixed param dtypes {inputs}; give the odd ones a boundary of their own or "
-            "set cast_forward_inputs to false",
+            f"{where} casts its inputs, but has mixed param dtypes {inputs}; give the odd ones a boundary of their own "
+            "or set cast_forward_inputs to false",
             names,
         )
     if len(outputs) > 1:

@@ -202,7 +202,7 @@ def parse_param_policy(value: Mapping[str, object] | None) -> ParamPolicy:
 
 
 def _apply(policy: PolicyFields, changes: Mapping[str, object]) -> PolicyFields:
-    return cast(PolicyFields, replace(policy, **changes))  # type: ignore[arg-type]  # parsed by field above
+    return replace(policy, **changes)  # type: ignore[arg-type]  # each value was parsed by its field
 
 
 def resolve_policy(

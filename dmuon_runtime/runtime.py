@@ -50,8 +50,8 @@ def find_runtime(model: nn.Module) -> Runtime:
     runtime = _RUNTIMES.get(model)
     if runtime is None:
         raise NotDedicated(
-            f"{type(model).__name__} is not under the runtime; call dedicate_params(model, mesh, predicate) on this very "
-            "object first (not on a part or a copy of it)"
+            f"{type(model).__name__} is not under the runtime; call dedicate_params(model, mesh, predicate) on this "
+            "very object first (not on a part or a copy of it)"
         )
     return runtime
 

@@ -243,6 +243,7 @@ class Schedule:
                 "zero_grad at the same place on every rank"
             )
         if fewest == 0:
+            self._halves = 0
             for unit in self.units:
                 for bucket in unit.buckets:
                     bucket.gradient = None

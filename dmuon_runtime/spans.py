@@ -7,11 +7,11 @@ events and answers only when they are done.
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
-__all__ = ["DeviceSpan", "HostSpan", "Span", "Work", "start_span"]
+__all__ = ["DeviceSpan", "Event", "HostSpan", "Span", "Work", "start_span"]
 
 
 class Future(Protocol):
@@ -32,6 +32,19 @@ class Work(Protocol):
 
     def get_future(self) -> Future:
         """Return a future of the work."""
+
+
+class Event(Protocol):
+    """The part of ``torch.cuda.Event`` that is used."""
+
+    def record(self) -> None:
+        """Mark this point of the current stream."""
+
+    def query(self) -> bool:
+        """Tell whether the device has passed the point."""
+
+    def elapsed_time(self, end_event: object) -> float:
+        """Return milliseconds from this event to ``end_event``."""
 
 
 class Span(Protocol):
@@ -96,17 +109,17 @@ class HostSpan:
 class DeviceSpan:
     """A span on CUDA events. ``previous`` is the end of the work before it on the same communicator."""
 
-    def __init__(self, probe: torch.cuda.Stream | None = None, previous: torch.cuda.Event | None = None) -> None:
+    def __init__(self, probe: torch.cuda.Stream | None = None, previous: Event | None = None) -> None:
         self._probe = probe
         self._previous = previous
         self._start = self._record()
-        self.end: torch.cuda.Event | None = None
-        self._wait: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self.end: Event | None = None
+        self._wait: tuple[Event, Event] | None = None
         self._waiting = False
 
     @staticmethod
-    def _record() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+    def _record() -> Event:
+        event = cast(Event, torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
         event.record()
         return event
 

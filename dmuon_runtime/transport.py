@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dmuon_runtime.counters import Counters, Key
 from dmuon_runtime.errors import MeshError
 from dmuon_runtime.policy import Route
-from dmuon_runtime.spans import DeviceSpan, HostSpan, Span, Work
+from dmuon_runtime.spans import DeviceSpan, Event, HostSpan, Span, Work
 
 __all__ = ["Handle", "Transport"]
 
@@ -53,7 +53,7 @@ class Transport:
     def __init__(self, mesh: DeviceMesh, policy: str, counters: Counters) -> None:
         if mesh.ndim != 1:
             raise MeshError(
-                f"the shard mesh must have 1 axis, not {mesh.ndim} ({mesh.mesh_dim_names}); pass mesh['shard'] or a slice"
+                f"the shard mesh must have 1 axis, not {mesh.ndim} ({mesh.mesh_dim_names}); pass the shard axis"
             )
         if mesh.get_coordinate() is None:
             raise MeshError(f"global rank {dist.get_rank()} is not on the mesh; call dedicate_params only on its ranks")
@@ -70,8 +70,8 @@ class Transport:
         self._gather = _new_group(ranks, backend) if isolated else base
         self._reduce = _new_group(ranks, backend) if isolated else base
         self.eager_reduce = isolated
-        self._probe = torch.cuda.Stream() if cuda else None
-        self._last_end: dict[str, torch.cuda.Event | None] = {}
+        self._probe = torch.cuda.Stream() if cuda else None  # type: ignore[no-untyped-call]
+        self._last_end: dict[str, Event | None] = {}
 
     def broadcast(self, buffer: Tensor, owner: int, route: Route, phase: str) -> Handle:
         """Send the owner's flat ``buffer`` to all ranks, in place."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, MutableMapping, Set
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Set
 from typing import TypeVar, cast
 
 import torch
@@ -50,7 +50,8 @@ def _cast(value: object, dtype: torch.dtype) -> object:
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, tuple):
         items = [_cast(item, dtype) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        kind = cast(Callable[..., object], type(value))
+        return kind(*items) if hasattr(value, "_fields") else kind(items)
     if isinstance(value, list):
         return type(value)(_cast(item, dtype) for item in value)
     if isinstance(value, MutableMapping):

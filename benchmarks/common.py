@@ -1,0 +1,99 @@
+"""What every benchmark shares: interleaved timing, the table, and the JSON result with where it came from."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["RESULTS", "interleaved_ms", "print_table", "write_result"]
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def interleaved_ms(
+    contestants: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 2, inner: int = 1
+) -> dict[str, float]:
+    """Median milliseconds of one call of each contestant, taken in turns so that a slow spell hits all of them.
+
+    Args:
+        contestants: name to a call that leaves its result on the device.
+        rounds: timed rounds; each round times every contestant once, in rotating order.
+        warmup: untimed calls of each contestant before the first round.
+        inner: calls timed together as one sample.
+    """
+    for call in contestants.values():
+        for _ in range(warmup):
+            call()
+    samples: dict[str, list[float]] = {name: [] for name in contestants}
+    names = list(contestants)
+    for number in range(rounds):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            samples[name].append(_timed_ms(contestants[name], inner))
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def _timed_ms(call: Callable[[], object], inner: int) -> float:
+    if torch.cuda.is_available():
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        for _ in range(inner):
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / inner
+    begin = time.perf_counter()
+    for _ in range(inner):
+        call()
+    return (time.perf_counter() - begin) * 1e3 / inner
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print ``rows`` under ``header``, columns aligned."""
+    text = [[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[column]) for row in text) for column in range(len(header))]
+    for row in text:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+
+
+def write_result(name: str, rows: Sequence[Mapping[str, Any]], **facts: Any) -> Path:
+    """Write ``rows`` with the command, versions, machine and date to ``benchmarks/results/<name>-<device>.json``."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    packages = ["torch", "triton", "quack-kernels", "nvidia-cutlass-dsl", "gram-newton-schulz", "transformers", "ray"]
+    document = {
+        "benchmark": name,
+        "command": " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "device": device,
+        "machine": {
+            "processor": platform.machine(),
+            "python": platform.python_version(),
+            "threads": torch.get_num_threads(),
+        },
+        "versions": {package: version for package in packages if (version := _version(package))},
+        **facts,
+        "rows": list(rows),
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}-{device.lower().replace(' ', '-')}.json"
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    print(f"written: {path.relative_to(RESULTS.parent.parent)}")
+    return path
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

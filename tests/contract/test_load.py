@@ -1,0 +1,126 @@
+"""The spec refuses what it must, all at once, with a pointer, what was found and the cure."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from worker.contract.errors import SpecInvalid
+from worker.contract.load import MAX_SPEC_BYTES, load_spec, parse_document, validate_spec
+from worker.contract.spec import JobSpec
+
+
+def minimal() -> dict[str, Any]:
+    return {
+        "api_version": "v1",
+        "name": "tiny",
+        "model": {"type": "llama", "config": {"hidden_size": 32}},
+        "data": {"sequence_length": 16},
+        "training": {"steps": 2, "global_batch": 4},
+    }
+
+
+def errors_of(text: str | bytes) -> dict[str, str]:
+    with pytest.raises(SpecInvalid) as caught:
+        load_spec(text)
+    return {error.pointer: error.code for error in caught.value.errors}
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    document = minimal()
+    *parents, leaf = path.split(".")
+    place = document
+    for part in parents:
+        place = place.setdefault(part, {})
+    place[leaf] = value
+    return document
+
+
+def test_minimal_spec_has_every_default() -> None:
+    spec = validate_spec(minimal())
+    assert spec.world_size == 1
+    assert spec.routing.defaults.route == "muon"
+    assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "pointer", "code"),
+    [
+        ("training.stepz", 3, "/training/stepz", "unknown_field"),
+        ("optimizer.muon", {"lr": float("nan")}, "/optimizer/muon/lr", "not_finite"),
+        ("model.config", {"rope": [1.0, float("inf")]}, "/model/config/rope/1", "not_finite"),
+        ("routing.defaults", {"route": "moon"}, "/routing/defaults/route", "unknown_value"),
+        ("training.global_batch", 5, "", ""),
+        ("mesh.shard", 3, "/training/global_batch", "inconsistent"),
+        ("training.micro_batch", 3, "/training/micro_batch", "inconsistent"),
+        ("training.schedule", {"warmup_steps": 9}, "/training/schedule/warmup_steps", "inconsistent"),
+        ("model.path", "/somewhere", "/model", "inconsistent"),
+        ("data", {"sequence_length": 8, "files": ["a"], "directory": "b"}, "/data", "inconsistent"),
+        ("name", "Not A Name", "/name", "string_pattern_mismatch"),
+        ("kernels.coefficients", [[1.0, 2.0]], "/kernels/coefficients/0/2", "missing"),
+    ],
+)
+def test_each_mistake_has_its_pointer(path: str, value: Any, pointer: str, code: str) -> None:
+    document = changed(path, value)
+    if not code:
+        validate_spec(document)
+        return
+    with pytest.raises(SpecInvalid) as caught:
+        validate_spec(document)
+    found = {error.pointer: error.code for error in caught.value.errors}
+    assert found.get(pointer) == code, found
+
+
+def test_all_mistakes_at_once_and_a_suggestion() -> None:
+    document = changed("trainin", 1)
+    del document["training"]
+    document["data"]["sequence_length"] = 0
+    with pytest.raises(SpecInvalid) as caught:
+        validate_spec(document)
+    by_pointer = {error.pointer: error for error in caught.value.errors}
+    assert set(by_pointer) == {"/trainin", "/training", "/data/sequence_length"}
+    assert by_pointer["/trainin"].suggestion == "Did you mean 'training'?"
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "NaN", "Infinity"])
+def test_json_numbers_that_overflow(number: str) -> None:
+    text = json.dumps(changed("training.clip_grad_norm", "@")).replace('"@"', number)
+    assert errors_of(text)["/training/clip_grad_norm"] == "not_finite"
+
+
+@pytest.mark.parametrize("number", ["1e400", ".nan", ".inf", "-1E+999"])
+def test_yaml_numbers_that_overflow(number: str) -> None:
+    text = f"api_version: v1\nname: t\nmodel: {{type: llama}}\ndata: {{sequence_length: {number}}}\n"
+    text += "training: {steps: 1, global_batch: 1}\n"
+    assert errors_of(text)["/data/sequence_length"] == "not_finite"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "- a",
+        "{",
+        "a: b: c",
+        b"\xff\xfe",
+        "name: x\nname: y",
+        '{"name": "x", "name": "y"}',
+        "!!python/object:os.x {}",
+    ],
+)
+def test_text_that_is_no_spec(text: str | bytes) -> None:
+    assert errors_of(text) == {"": "unreadable"}
+
+
+def test_too_long() -> None:
+    assert errors_of("#" * (MAX_SPEC_BYTES + 1)) == {"": "unreadable"}
+
+
+def test_yaml_and_json_are_the_same_document() -> None:
+    text = "api_version: v1\nname: tiny\nmodel: {type: llama, config: {hidden_size: 32, rms_norm_eps: 1e-5}}\n"
+    text += "data: {sequence_length: 16}\ntraining: {steps: 2, global_batch: 4}\n"
+    document = parse_document(text)
+    assert document["model"]["config"]["rms_norm_eps"] == 1e-5
+    assert load_spec(json.dumps(document)) == load_spec(text)
