@@ -126,8 +126,6 @@ def _check_kernels(spec: JobSpec) -> None:
     """Check coefficients, restarts and the kernel; a GPU's kernel is not judged from a machine without one."""
     on_workers = spec.resources.gpus_per_worker > 0 and default_device().type == "cpu"
     kernel = Kernel.AUTO if on_workers else spec.kernels.kernel
-    if spec.kernels.kernel == Kernel.CUTE_SM80:
-        kernel = spec.kernels.kernel  # nowhere yet
     try:
         make_newton_schulz(spec.kernels, kernel).plan(spec.optimizer.muon.ns_steps)
     except ValueError as error:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.worker.specs import tiny_document, tiny_spec
 
+from tests.worker.specs import tiny_document, tiny_spec
 from worker.contract.load import validate_spec
 from worker.contract.messages import Milestone, RankReport
 from worker.contract.states import Reason

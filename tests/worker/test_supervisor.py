@@ -203,7 +203,6 @@ def test_a_set_up_that_fails_or_hangs(fault: str, told: str) -> None:
 
 def test_real_training_through_the_entry_point() -> None:
     from tests.worker.specs import tiny_spec
-
     from worker.contract.actors import START_ENTRY
     from worker.contract.messages import RankReport
     from worker.planner import make_plan
