@@ -78,6 +78,7 @@ class Muon(torch.optim.Optimizer):
         self.last_step: StepOutcome | None = None
         self.clip_norm: Tensor | None = None
         """Norm found by the clip that belongs to the coming step."""
+        self._kept_places: dict[tuple[int, ...], Tensor] = {}
         self.pieces = collect_pieces(runtime)
         for piece in self.pieces:
             self.state[piece.parameter] = piece.make_state()
@@ -137,9 +138,15 @@ class Muon(torch.optim.Optimizer):
         flags = torch.zeros(len(self.runtime.plan.parameters), device=self.runtime.transport.device)
         if pieces:
             largest = torch.stack(torch._foreach_norm([piece.gradient for piece in pieces], float("inf")))
-            where = torch.tensor([piece.index for piece in pieces], device=flags.device)
-            flags[where] = (~torch.isfinite(largest)).to(flags.dtype)
+            flags[self._places(pieces)] = (~torch.isfinite(largest)).to(flags.dtype)
         return flags
+
+    def _places(self, pieces: Sequence[Piece]) -> Tensor:
+        """Return the plan indices of ``pieces`` on the device; kept, because a copy from the host would synchronise."""
+        key = tuple(piece.index for piece in pieces)
+        if key not in self._kept_places:
+            self._kept_places = {key: torch.tensor(key, device=self.runtime.transport.device)}
+        return self._kept_places[key]
 
     def _apply(self, pieces: Sequence[Piece], gate: Tensor | None) -> dict[str, UpdateTotals]:
         by_parameter = {id(piece.parameter): piece for piece in pieces}
