@@ -13,12 +13,13 @@ from pydantic import BaseModel
 from worker.contract.errors import ContractError, FieldError
 
 __all__ = [
-    "PROBLEM_TYPE", "BadRequest", "BreakerAbsent", "Conflict", "FollowTimeout", "Forbidden", "IdempotencyMismatch",
-    "IdempotencyRunning", "InvalidInput", "InvalidPageToken", "JobFinished", "LauncherUnavailable", "LeaseLost",
-    "MethodNotAllowed", "NotFound", "PlanMismatch", "PlanRefusedProblem", "PlannerFailed", "PreconditionFailed",
-    "Problem", "RayProcessError", "RequestRefused", "ServiceError", "ServiceUnreachable", "SettingsInvalid",
-    "SpecInvalidProblem", "StaleWrite", "StartFailed", "StoreUnusable", "SupervisorGone", "TooLarge", "Unauthorized",
-    "UnsupportedType", "as_service_error", "error_of_status", "field_errors_of",
+    "PROBLEM_TYPE", "BadRequest", "BreakerAbsent", "ChildFailed", "Conflict", "FollowTimeout", "Forbidden",
+    "IdempotencyMismatch", "IdempotencyRunning", "InvalidInput", "InvalidPageToken", "JobFinished",
+    "LauncherUnavailable", "LeaseLost", "MethodNotAllowed", "NotFound", "PlanMismatch", "PlanRefusedProblem",
+    "PlannerFailed", "PreconditionFailed", "Problem", "RayProcessError", "RequestRefused", "ServiceError",
+    "ServiceUnreachable", "SettingsInvalid", "SpecInvalidProblem", "StaleWrite", "StartFailed", "StoreUnusable",
+    "SupervisorGone", "TooLarge", "Unauthorized", "UnsupportedType", "as_service_error", "error_of_status",
+    "field_errors_of",
 ]  # fmt: skip
 
 PROBLEM_TYPE = "application/problem+json"
@@ -239,6 +240,12 @@ class RequestRefused(ServiceError):
     def __str__(self) -> str:
         lines = [f"{self.problem.title} ({self.problem.code}): {self.problem.detail}"]
         return "\n".join([*lines, *(f"  {error}" for error in self.problem.errors)])
+
+
+class ChildFailed(ServiceError):
+    """A child process died or was silent."""
+
+    code, title = "child_failed", "A process of the service failed"
 
 
 class FollowTimeout(ServiceError):

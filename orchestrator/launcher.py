@@ -1,11 +1,16 @@
 """The launcher that uses Ray, and the only module of this room that imports it.
 
-Ray is imported when the first call needs it. Every call has a time limit, since a head that is gone leaves calls
-hanging; a call that runs into its limit says nothing about the attempt.
+It runs in a process of its own (``python -m orchestrator.launcher ADDRESS``, see
+:mod:`orchestrator.launcher_process`), because Ray ends a process that is connected to it a minute after its head has
+died, and sets signal handlers of its own. Every call has a time limit, since a head that is gone leaves calls hanging;
+a call that runs into its limit says nothing about the attempt.
 """
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +19,7 @@ from typing import Any, TypeVar
 
 from orchestrator.errors import LauncherUnavailable, StartFailed, SupervisorGone
 from orchestrator.launcher_api import AttemptRef, Capacity, Resources
-from orchestrator.settings import adopt_environment
+from orchestrator.launcher_process import serve_calls
 from worker.contract.actors import NAMESPACE, PLAN_ENTRY, START_ENTRY, supervisor_name
 from worker.contract.kernels import KernelPolicy
 from worker.contract.messages import AttemptStart, PollBatch, StopRequest
@@ -26,10 +31,10 @@ _CALL_S, _START_S, _PLAN_S = 5.0, 60.0, 300.0
 
 
 class RayLauncher:
-    """Speaks to the Ray at ``address``; ``environment`` is set before Ray is imported (its authentication)."""
+    """Speaks to the Ray at ``address``; the process's environment says how to prove who it is."""
 
-    def __init__(self, address: str, environment: Mapping[str, str] | None = None) -> None:
-        self._address, self._environment = address, dict(environment or {})
+    def __init__(self, address: str) -> None:
+        self._address = address
         self._lock = threading.Lock()
         self._connected = False
         # Ray's own time limits do not cover everything that can hang, so each call runs in a thread that is waited for.
@@ -69,7 +74,7 @@ class RayLauncher:
 
     def remains(self, ref: AttemptRef) -> tuple[str, ...]:
         """See :class:`~orchestrator.launcher_api.Launcher`."""
-        return self._bounded(lambda: self._remains(f"{ref.job_id}:{ref.attempt}"))
+        return self._bounded(lambda: self._remains(ref.job_id))
 
     def close(self) -> None:
         """Disconnect; calls that hang are left behind."""
@@ -80,7 +85,6 @@ class RayLauncher:
     # What follows runs in a thread of the pool.
 
     def _ray(self) -> Any:
-        adopt_environment(self._environment)
         import ray
 
         return ray
@@ -158,17 +162,29 @@ class RayLauncher:
         except ray.exceptions.GetTimeoutError:
             raise LauncherUnavailable(f"{name} did not answer {method} within {_CALL_S:g} s") from None
 
-    def _remains(self, key: str) -> tuple[str, ...]:
+    def _remains(self, job_id: str) -> tuple[str, ...]:
         util = self._connect().util
         named = util.list_named_actors(all_namespaces=True)
-        actors = [f"actor {entry['name']}" for entry in named if key in entry["name"]]
+        actors = [f"actor {entry['name']}" for entry in named if job_id in entry["name"]]
         groups = [
             f"placement group {entry['name']}"
             for entry in util.placement_group_table().values()
-            if key in entry["name"] and entry["state"] != "REMOVED"
+            if job_id in entry["name"] and entry["state"] != "REMOVED"
         ]
         return (*actors, *groups)
 
 
 def _resources(amounts: Mapping[str, float]) -> Resources:
     return Resources(amounts.get("CPU", 0.0), amounts.get("GPU", 0.0), amounts.get("memory", 0.0))
+
+
+def _main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which closes this process's input
+    launcher = RayLauncher(sys.argv[1])
+    serve_calls(launcher, sys.stdin, sys.stdout)
+    launcher.close()
+    os._exit(0)  # calls that hang must not hold up the end
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,22 +1,15 @@
-"""Planning, in a process that may import torch: this one must not.
-
-The child is started once and kept warm; requests go through it one at a time as lines of JSON. A child that dies or is
-silent for too long is ended, and the next request starts another.
-"""
+"""Planning, in a process that may import torch: this one must not."""
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import subprocess
 import sys
-import threading
 from collections.abc import Callable, Sequence
-from typing import IO, Protocol
+from typing import Protocol
 
 from pydantic import ValidationError
 
-from orchestrator.errors import PlannerFailed, PlanRefusedProblem
+from orchestrator.errors import ChildFailed, LauncherUnavailable, PlannerFailed, PlanRefusedProblem, StartFailed
+from orchestrator.line_process import LineProcess
 from worker.contract.kernels import KernelAvailability
 from worker.contract.plan import PlanReport
 from worker.contract.planning import PlanAnswer, PlanRequest
@@ -83,86 +76,33 @@ class _AnswerReader:
 class EntryPlanner(_AnswerReader):
     """Plans where the launcher runs entry points: for a control plane on a machine without torch."""
 
-    def __init__(self, ask: Callable[[str], str]) -> None:
-        self._send = ask
+    def __init__(self, ask: Callable[[str], str], close: Callable[[], None] = lambda: None) -> None:
+        self._send, self._close = ask, close
 
     def _ask(self, request: str) -> str:
-        return self._send(request)
+        try:
+            return self._send(request)
+        except (LauncherUnavailable, StartFailed) as error:
+            raise PlannerFailed(f"planning in the cluster failed: {error}") from None
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Close what asks."""
+        self._close()
 
 
 class ProcessPlanner(_AnswerReader):
     """Plans in a warm child process."""
 
     def __init__(self, command: Sequence[str] = PLANNER_COMMAND, *, timeout_s: float = 300.0) -> None:
-        self._command, self._timeout_s = tuple(command), timeout_s
-        self._turn = threading.Lock()
-        self._child: subprocess.Popen[str] | None = None
-        self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._child = LineProcess(command, what="planner's process")
+        self._timeout_s = timeout_s
 
     def _ask(self, request: str) -> str:
-        with self._turn:
-            child = self._running_child()
-            try:
-                assert child.stdin is not None
-                child.stdin.write(request + "\n")
-                child.stdin.flush()
-                answer = self._answers.get(timeout=self._timeout_s)
-            except queue.Empty:
-                self._end_child()
-                raise PlannerFailed(f"the planner did not answer within {self._timeout_s:g} s and was ended") from None
-            except OSError:
-                answer = None
-            if answer is None:
-                code = self._end_child()
-                raise PlannerFailed(
-                    f"the planner's process ended with code {code}; the server's log has its last words"
-                )
-            return answer
-
-    def _running_child(self) -> subprocess.Popen[str]:
-        if self._child is not None and self._child.poll() is None:
-            return self._child
-        self._end_child()
         try:
-            child = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        except OSError as error:
-            raise PlannerFailed(f"the planner {self._command[0]!r} cannot be started: {error}") from None
-        self._child, self._answers = child, queue.SimpleQueue()
-        assert child.stdout is not None
-        reader = threading.Thread(target=_read_lines, args=(child.stdout, self._answers), daemon=True)
-        reader.start()
-        return child
-
-    def _end_child(self) -> int | None:
-        child, self._child = self._child, None
-        if child is None:
-            return None
-        if child.poll() is None:
-            child.terminate()
-            try:
-                child.wait(5.0)
-            except subprocess.TimeoutExpired:
-                child.kill()
-        if child.stdin is not None:
-            with contextlib.suppress(OSError):
-                child.stdin.close()
-        return child.wait()
+            return self._child.ask(request, self._timeout_s)
+        except ChildFailed as error:
+            raise PlannerFailed(error.detail) from None
 
     def close(self) -> None:
         """End the child; a request that is in progress fails."""
-        child = self._child
-        if child is not None and child.poll() is None:
-            child.terminate()
-        with self._turn:
-            self._end_child()
-
-
-def _read_lines(stream: IO[str], answers: queue.SimpleQueue[str | None]) -> None:
-    with stream:
-        for line in stream:
-            if line.lstrip().startswith("{"):  # a library may print to standard output: that is no answer
-                answers.put(line)
-    answers.put(None)
+        self._child.close()

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from orchestrator.errors import SettingsInvalid
 
 __all__ = [
-    "DEFAULT_PORT", "Settings", "adopt_environment", "child_environment", "ensure_secret", "is_loopback",
+    "DEFAULT_PORT", "Settings", "child_environment", "ensure_secret", "is_loopback",
     "ray_auth_environment",
 ]  # fmt: skip
 
@@ -156,8 +156,3 @@ def ray_auth_environment(token_file: Path) -> dict[str, str]:
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment with ``extra``, for a child process."""
     return {**os.environ, **extra}
-
-
-def adopt_environment(extra: Mapping[str, str]) -> None:
-    """Set variables of this process, for a library that reads them when it is imported."""
-    os.environ.update(extra)

@@ -30,6 +30,8 @@ _LOOK_AGAIN_S = 1.0
 """A stream looks this often even if nothing woke it: another process may have written."""
 _CHUNK = 500
 _HEARTBEAT_S = 15
+_SEND_S = 30.0
+"""A client that takes nothing for so long is cut off; what it missed is in the store."""
 
 
 @router.get(
@@ -53,7 +55,11 @@ async def events(
         return reply(r.EventPage(events=page, next_after=page[-1].seq if page else start))
     await run_in_threadpool(_load, service, job_id, start, 1)  # an unknown job is an error, not a stream
     return EventSourceResponse(
-        _stream(service, job_id, start), ping=_HEARTBEAT_S, shutdown_event=anyio.Event(), shutdown_grace_period=1.0
+        _stream(service, job_id, start),
+        ping=_HEARTBEAT_S,
+        send_timeout=_SEND_S,
+        shutdown_event=anyio.Event(),
+        shutdown_grace_period=1.0,
     )
 
 

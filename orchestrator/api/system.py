@@ -24,7 +24,7 @@ async def healthz() -> dict[str, str]:
 
 @router.get("/readyz")
 def readyz(service: ServiceOf) -> JSONResponse:
-    """The store answers, and the reconciler has done a pass lately (or another control plane holds its lease)."""
+    """The store answers, and this control plane's reconciler (not another one's) has done a pass lately."""
     with service.database.read() as session:
         jobs = sum(count_by_state(session).values())
     last = service.reconciler.last_pass_at

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,9 @@ from orchestrator.settings import Settings
 __all__ = ["BAD_INPUT", "FAILED", "connected", "console", "failures", "print_json", "read_file", "server_record_path"]
 
 FAILED, BAD_INPUT = 1, 2
-console = Console(highlight=False)
+_WIDTH = 120
+"""Columns of what goes to a file or a pipe, which have no width of their own."""
+console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
 _errors = Console(stderr=True, highlight=False)
 
 

@@ -53,12 +53,10 @@ def render_report(report: Report) -> RenderableType:
 
 
 def _route_table(routes: r.RoutesResource) -> Table:
-    table = _table(
-        "Routes", "route", "parameters", "elements", "bytes", "planned bytes", "comm s", "exposed s", "overlap"
-    )
+    table = _table("Routes", "route", "parameters", "elements", "moved", "planned", "comm s", "exposed s", "overlap")
     for route in routes.routes:
         planned = sum(part.planned_bytes or 0 for part in route.comm)
-        cells = [route.route, str(route.parameters), str(route.elements), str(route.payload_bytes), str(planned)]
+        cells = [route.route, str(route.parameters), str(route.elements), _bytes(route.payload_bytes), _bytes(planned)]
         cells += [f"{route.comm_seconds:.3f}", f"{route.exposed_seconds:.3f}", _percent(route.overlap_ratio)]
         table.add_row(*cells)
     return table
@@ -102,6 +100,14 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
+def _bytes(number: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.4g} {unit}"
+        number /= 1000
+    return f"{number:.4g} TB"
+
+
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f}%"
 
@@ -120,5 +126,5 @@ def render_plan(
         one.add_row(name, str(parameters), str(elements))
     two = _table("Traffic of one rank in one step", "route", "phase", "bytes")
     for name, phase, number in traffic:
-        two.add_row(name, phase, str(number))
+        two.add_row(name, phase, _bytes(number))
     return Group(Text(head), one, two, *(Text(f"warning: {text}", style="yellow") for text in plan.warnings))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Mapping
 
 from orchestrator.api.app import create_app
 from orchestrator.cli._console import console, server_record_path
 from orchestrator.errors import RayProcessError
-from orchestrator.launcher import RayLauncher
+from orchestrator.launcher_process import ProcessLauncher
 from orchestrator.planner import EntryPlanner, Planner, ProcessPlanner
 from orchestrator.processes import ProcessRecord, end_processes
 from orchestrator.ray_process import start_ray, stop_ray
@@ -29,8 +29,7 @@ def up(settings: Settings, *, num_cpus: int | None) -> None:
     if address is None:
         address = start_ray(settings, num_cpus=num_cpus).address
         environment = ray_auth_environment(settings.ray_token_file)
-    launcher = RayLauncher(address, environment)
-    app = create_app(settings, launcher, _planner(settings, launcher.run_entry))
+    app = create_app(settings, ProcessLauncher(address, environment), _planner(settings, address, environment))
     url = f"http://{settings.host}:{settings.port}"
     ProcessRecord.of(os.getpid(), url).save(record_path)
     console.print(f"service {url}  Ray {address}  state {settings.state_dir}", markup=False)
@@ -40,9 +39,10 @@ def up(settings: Settings, *, num_cpus: int | None) -> None:
         record_path.unlink(missing_ok=True)
 
 
-def _planner(settings: Settings, ask: Callable[[str], str]) -> Planner:
+def _planner(settings: Settings, address: str, environment: Mapping[str, str]) -> Planner:
     if settings.planner == "ray":
-        return EntryPlanner(ask)
+        own = ProcessLauncher(address, environment)  # planning is slow: it must not hold up the reconciler's calls
+        return EntryPlanner(own.run_entry, own.close)
     return ProcessPlanner(timeout_s=settings.plan_timeout_s)
 
 

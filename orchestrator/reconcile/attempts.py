@@ -183,8 +183,9 @@ def _verify(session: Session, job: Job, attempt: Attempt, now: float) -> None:
         "planned_bytes": verdict.planned_bytes,
     }
     status, reason = ("True", "as_planned") if verdict.verified else ("False", "differs_from_plan")
-    if set_condition(session, job, "RoutesVerified", status, reason, str(verdict), now=now, data=data):
-        add_event(session, job, "routes_verified" if verdict.verified else "alarm", str(verdict), now=now, data=data)
+    changed = set_condition(session, job, "RoutesVerified", status, reason, str(verdict), now=now, data=data)
+    if changed and not verdict.verified:
+        add_event(session, job, "alarm", str(verdict), now=now, data=data)
 
 
 def _record_end(session: Session, context: Context, job: Job, end: End, now: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 import time
@@ -57,6 +58,7 @@ class Reconciler:
         self._wake = (threading.Event(), threading.Event())
         self._threads: list[threading.Thread] = []
         self._next_sweep = 0.0
+        self._renew_at = -math.inf
         self.last_pass_at: float | None = None
         """Wall clock at the end of the last pass; None before the first."""
 
@@ -110,8 +112,12 @@ class Reconciler:
 
     def _has_lease(self) -> bool:
         context, now = self.context, self.context.clock()
+        if self._renew_at - self._lease_s <= now < self._renew_at:
+            return True
         with context.database.write() as session:
-            return acquire(session, LEASE, context.holder, now=now, duration_s=self._lease_s)
+            held = acquire(session, LEASE, context.holder, now=now, duration_s=self._lease_s)
+        self._renew_at = now + self._lease_s / 3 if held else -math.inf
+        return held
 
     def _sweep(self) -> None:
         now = self.context.clock()
@@ -126,6 +132,7 @@ class Reconciler:
             try:
                 once()
             except LeaseLost as lost:
+                self._renew_at = -math.inf
                 _log.warning("%s", lost)
             except Exception:
                 _log.exception("a pass of the reconciler failed; the next one tries again")

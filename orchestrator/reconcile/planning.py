@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import json
+
+from sqlalchemy.orm import Session
+
 from orchestrator.errors import PlannerFailed, PlanRefusedProblem, StaleWrite
 from orchestrator.reconcile.context import Context
-from orchestrator.store.jobs import jobs_in, keep_plan
+from orchestrator.store.jobs import conditions_of, jobs_in, keep_plan
 from orchestrator.store.models import Job
-from orchestrator.store.transitions import change_state, locked_job, set_condition
+from orchestrator.store.transitions import Value, change_state, locked_job, set_condition
 from worker.contract.errors import FieldError
 from worker.contract.plan import PlanReport
 from worker.contract.spec import JobSpec
 from worker.contract.states import JobState, Reason
 
-__all__ = ["plan_submitted"]
+__all__ = ["MAX_FAILURES", "PAUSE_S", "plan_submitted"]
+
+CONDITION = "Planned"
+MAX_FAILURES, PAUSE_S = 3, 5.0
+"""Tries, and the pause after the first that failed (s); each further pause is twice as long."""
 
 
 def plan_submitted(context: Context) -> int:
     """Plan every job that waits for a plan; return how many moved."""
     with context.database.read() as session:
-        jobs = jobs_in(session, JobState.SUBMITTED)
+        now = context.clock()
+        jobs = [job for job in jobs_in(session, JobState.SUBMITTED) if _failures(session, job)[1] <= now]
     return sum(_plan_one(context, job) for job in jobs)
 
 
@@ -27,15 +36,14 @@ def _plan_one(context: Context, job: Job) -> bool:
     try:
         plan = context.planner.plan(spec)
     except PlanRefusedProblem as refused:
-        return _fail(context, job, refused.detail, refused.errors)
+        return _fail(context, job, Reason.PLAN_REFUSED, refused.detail, refused.errors)
     except PlannerFailed as failed:
-        _set_unknown(context, job, str(failed))
-        return False
+        return _try_later(context, job, str(failed))
     if job.expected_plan_hash not in (None, plan.plan_hash):
         message = f"the plan is {plan.plan_hash}; the submission expected {job.expected_plan_hash}"
         cure = "Plan again, look at what changed, and submit with the new hash."
         error = FieldError(pointer="", code="plan_mismatch", message=message, suggestion=cure)
-        return _fail(context, job, message, (error,))
+        return _fail(context, job, Reason.PLAN_REFUSED, message, (error,))
     return _queue(context, job, plan)
 
 
@@ -47,14 +55,14 @@ def _queue(context: Context, job: Job, plan: PlanReport) -> bool:
             message = f"planned: {plan.world_size} workers, plan {plan.plan_hash}"
             row = change_state(session, job.id, JobState.QUEUED, guard=context.guard(job), now=now, message=message)
             row.plan_hash = plan.plan_hash
-            set_condition(session, row, "Planned", "True", "planned", message, now=now)
+            set_condition(session, row, CONDITION, "True", "planned", message, now=now)
     except StaleWrite:
         return False  # cancelled while it was planned
     context.changed()
     return True
 
 
-def _fail(context: Context, job: Job, message: str, errors: tuple[FieldError, ...]) -> bool:
+def _fail(context: Context, job: Job, reason: Reason, message: str, errors: tuple[FieldError, ...] = ()) -> bool:
     try:
         with context.database.write() as session:
             change_state(
@@ -63,7 +71,7 @@ def _fail(context: Context, job: Job, message: str, errors: tuple[FieldError, ..
                 JobState.FAILED,
                 guard=context.guard(job),
                 now=context.clock(),
-                reason=Reason.PLAN_REFUSED,
+                reason=reason,
                 message=message,
                 errors=errors,
             )
@@ -73,9 +81,23 @@ def _fail(context: Context, job: Job, message: str, errors: tuple[FieldError, ..
     return True
 
 
-def _set_unknown(context: Context, job: Job, message: str) -> None:
+def _failures(session: Session, job: Job) -> tuple[int, float]:
+    """Return how often the planner failed on a job, and when to try again."""
+    for row in conditions_of(session, job.id):
+        if row.type == CONDITION and row.status == "Unknown":
+            data = json.loads(row.data)
+            return int(data["failures"]), float(data["again_at"])
+    return 0, 0.0
+
+
+def _try_later(context: Context, job: Job, message: str) -> bool:
+    """The planner failed by itself: try again a few times, with growing pauses; then it is our fault."""
+    now = context.clock()
     with context.database.write() as session:
+        failures = _failures(session, job)[0] + 1
         row = locked_job(session, job.id)
-        if row.version == job.version:
-            set_condition(session, row, "Planned", "Unknown", "planner_failed", message, now=context.clock())
+        if failures < MAX_FAILURES and row.version == job.version:
+            data: dict[str, Value] = {"failures": failures, "again_at": now + PAUSE_S * 2 ** (failures - 1)}
+            set_condition(session, row, CONDITION, "Unknown", "planner_failed", message, now=now, data=data)
     context.changed()
+    return failures >= MAX_FAILURES and _fail(context, job, Reason.INTERNAL, message)

@@ -19,17 +19,18 @@ pytestmark = pytest.mark.service
 
 CONNECT = """
 import sys, json
-from orchestrator.launcher import RayLauncher
+from orchestrator.launcher_process import ProcessLauncher
 from orchestrator.launcher_api import AttemptRef
 from orchestrator.errors import ServiceError
-launcher = RayLauncher(sys.argv[1], json.loads(sys.argv[2]))
+launcher = ProcessLauncher(sys.argv[1], json.loads(sys.argv[2]))
 try:
     print("capacity", launcher.capacity().nodes[0].cpus, flush=True)
     launcher.poll(AttemptRef("j", 1, "f"), 0, 10)
 except ServiceError as error:
     print(type(error).__name__, flush=True)
-import os
-os._exit(0)
+finally:
+    launcher.close()
+print("ray" in sys.modules)
 """
 
 
@@ -55,13 +56,13 @@ def test_it_is_joined_and_not_started_twice(ray: tuple[Settings, ProcessRecord])
 
 def test_who_has_the_token_is_served(ray: tuple[Settings, ProcessRecord]) -> None:
     settings, record = ray
-    assert connect(record, ray_auth_environment(settings.ray_token_file)) == "capacity 2.0\nSupervisorGone\n"
+    assert connect(record, ray_auth_environment(settings.ray_token_file)) == "capacity 2.0\nSupervisorGone\nFalse\n"
 
 
 def test_who_has_another_token_is_refused(ray: tuple[Settings, ProcessRecord], tmp_path: Path) -> None:
     _, record = ray
     (tmp_path / "wrong").write_text("0" * 64)
-    assert connect(record, ray_auth_environment(tmp_path / "wrong")) == "LauncherUnavailable\n"
+    assert connect(record, ray_auth_environment(tmp_path / "wrong")) == "LauncherUnavailable\nFalse\n"
 
 
 def test_it_listens_on_loopback_only(ray: tuple[Settings, ProcessRecord]) -> None:

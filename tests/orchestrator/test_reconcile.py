@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.errors import LauncherUnavailable, StartFailed
+from orchestrator.errors import LauncherUnavailable, PlannerFailed, StartFailed
 from orchestrator.launcher_api import Resources
 from orchestrator.reconcile.loop import Reconciler
 from tests.orchestrator.conftest import World
@@ -55,6 +55,24 @@ def test_a_plan_that_is_refused_fails_the_job_with_all_errors(world: World) -> N
     job: Any = world.job(job_id)
     assert (job["state"], job["reason"], job["blame"]) == ("FAILED", "plan_refused", "user")
     assert [error["pointer"] for error in job["errors"]] == ["/routing/a", "/routing/b"]
+
+
+def test_a_planner_that_fails_is_tried_again_with_pauses_and_then_given_up(world: World) -> None:
+    tries = []
+
+    def fail() -> None:
+        tries.append(world.clock.now)
+        raise PlannerFailed("it died")
+
+    world.planner.before = fail
+    job_id = world.submit()
+    for _ in range(100):
+        world.turn()
+        world.clock.advance(1)
+    assert [at - tries[0] for at in tries] == [0, 5, 15]
+    job: Any = world.job(job_id)
+    assert (job["state"], job["reason"], job["blame"]) == ("FAILED", "internal", "platform")
+    assert "it died" in job["message"]
 
 
 def test_a_plan_with_another_hash_than_expected_is_refused(world: World) -> None:
