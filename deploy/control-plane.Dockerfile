@@ -16,4 +16,4 @@ EXPOSE 8470
 HEALTHCHECK --interval=10s --timeout=3s --start-period=30s \
   CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8470/healthz', timeout=2)"]
 ENTRYPOINT ["dmuonctl"]
-CMD ["up", "--help"]
+CMD ["up"]

@@ -1,0 +1,109 @@
+"""The deploy files: structure, references that exist, nothing published beyond loopback."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.architecture.source import ROOT
+
+DEPLOY = ROOT / "deploy"
+
+
+def compose() -> dict[str, Any]:
+    document: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    return document
+
+
+def test_every_reference_resolves() -> None:
+    document = compose()
+    for name, service in document["services"].items():
+        for network in service.get("networks", []):
+            assert network in document["networks"], f"{name}: no network {network}"
+        for secret in service.get("secrets", []):
+            source = secret if isinstance(secret, str) else secret["source"]
+            assert source in document["secrets"], f"{name}: no secret {source}"
+        for dependency in service.get("depends_on", []):
+            assert dependency in document["services"], f"{name}: depends on {dependency}"
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            if source.startswith("."):
+                assert (DEPLOY / source).exists(), f"{name}: {source} does not exist"
+            else:
+                assert source in document["volumes"], f"{name}: no volume {source}"
+        if "build" in service:
+            assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).exists()
+
+
+def test_only_loopback_is_published_and_ray_not_at_all() -> None:
+    for name, service in compose()["services"].items():
+        for port in service.get("ports", []):
+            assert port.startswith("127.0.0.1:"), f"{name} publishes {port}"
+        if name.startswith("ray"):
+            assert "ports" not in service and service["environment"]["RAY_AUTH_MODE"] == "token"
+
+
+def test_secrets_are_made_not_committed(tmp_path: Path) -> None:
+    copy = tmp_path / "deploy"
+    copy.mkdir()
+    shutil.copy(DEPLOY / "init-secrets", copy)
+    subprocess.run([str(copy / "init-secrets")], check=True, capture_output=True)
+    made = {path.name: path.read_text() for path in (copy / "secrets").iterdir()}
+    assert {Path(s["file"]).name for s in compose()["secrets"].values()} == set(made)
+    assert all(re.fullmatch(r"[0-9a-f]{64}", text) for text in made.values())
+    subprocess.run([str(copy / "init-secrets")], check=True, capture_output=True)
+    assert made == {path.name: path.read_text() for path in (copy / "secrets").iterdir()}, "a second run keeps them"
+    ignored = subprocess.run(["git", "check-ignore", "deploy/secrets/token"], cwd=ROOT, capture_output=True)
+    assert ignored.returncode == 0
+
+
+def test_settings_in_compose_exist() -> None:
+    settings = (ROOT / "orchestrator" / "settings.py").read_text()
+    variables = {v for v in compose()["services"]["control-plane"]["environment"] if v.startswith("DMUON_")}
+    assert variables and all(f'"{variable}"' in settings for variable in variables)
+
+
+@pytest.mark.parametrize("name", ["control-plane.Dockerfile", "worker.Dockerfile"])
+def test_images_copy_what_exists_and_drop_root(name: str) -> None:
+    text = (DEPLOY / name).read_text()
+    for line in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE):
+        assert all((ROOT / source).exists() for source in line.split())
+    assert re.search(r"^USER (?!root)", text, re.MULTILINE)
+
+
+def test_compose_client_accepts_it() -> None:
+    client = ["docker", "compose"]
+    if shutil.which("docker") is None or subprocess.run([*client, "version"], capture_output=True).returncode:
+        pytest.skip("the client `docker compose` is not installed")
+    command = [*client, "-f", str(DEPLOY / "compose.yaml"), "config", "-q"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_prometheus_accepts_its_configuration(tmp_path: Path) -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed (Debian: apt-get install prometheus)")
+    folder = tmp_path / "prometheus"
+    shutil.copytree(DEPLOY / "prometheus", folder)
+    (folder / "token").write_text("x")
+    done = subprocess.run(
+        ["promtool", "check", "config", str(folder / "prometheus.yml")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    targets: list[dict[str, Any]] = yaml.safe_load((folder / "targets" / "compose.yml").read_text())
+    host, port = targets[0]["targets"][0].split(":")
+    service = compose()["services"][host]
+    assert service["environment"]["DMUON_PORT"] == port
+
+
+def test_grafana_provisioning_points_at_the_generated_files() -> None:
+    provider = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/dmuon.yml").read_text())["providers"][0]
+    mounted = [v for v in compose()["services"]["grafana"]["volumes"] if v.startswith("../dashboards/generated:")]
+    assert mounted and provider["options"]["path"] == mounted[0].split(":")[1]
+    assert list((ROOT / "dashboards" / "generated").glob("*.json"))
