@@ -9,7 +9,7 @@ from typing import Literal, cast, overload
 import torch
 from torch import Tensor, nn
 
-from dmuon_runtime.adamw import AdamWSettings, AdamWTensors, adamw_update, apply_change
+from dmuon_runtime.adamw import AdamWSettings, AdamWTensors, adamw_update, apply_change, gated_factor
 from dmuon_runtime.errors import NonFiniteGradient, SettingError, UnmanagedParameters
 from dmuon_runtime.groups import GroupDefaults, build_groups
 from dmuon_runtime.matrices import matrix_blocks
@@ -201,7 +201,7 @@ class Muon(torch.optim.Optimizer):
             buffer.mul_(momentum).add_(gradient)
         else:
             gradient = torch.where(gate > 0, gradient, 0.0)
-            buffer.mul_(torch.where(gate > 0, momentum, 1.0).to(buffer.dtype)).add_(gradient)
+            buffer.mul_(gated_factor(momentum, gate, buffer.dtype)).add_(gradient)
         return gradient.add(buffer, alpha=momentum) if self.nesterov else buffer
 
 
