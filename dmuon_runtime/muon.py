@@ -44,6 +44,7 @@ class Muon(torch.optim.Optimizer):
     schedulers keep the ratio. State exists from construction, for what this rank owns. A parameter for which no
     rank had a gradient is left alone: no momentum, no decay. ``non_finite`` says what an infinite or NaN gradient does:
     ``skip`` leaves all weights and state as they are, ``raise`` raises :class:`NonFiniteGradient` on all ranks.
+    ``replicate_async`` concerns replicas, of which one shard mesh has none.
     """
 
     def __init__(
