@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -87,6 +90,14 @@ def test_only_what_is_used_is_alive() -> None:
     run_ranks(2, _memory_laws)
 
 
+def _collected() -> None:
+    run = dedicate(make(), Setting())
+    watched = weakref.ref(run.model)
+    del run
+    gc.collect()
+    assert watched() is None, "a dedicated model that nobody holds is collected"
+
+
 def _z2_laws() -> None:
     run = dedicate(make(), Setting(reshard=False))
     loss = lm_loss(run.model, batch(0, dist.get_rank()))
@@ -107,3 +118,8 @@ def _z2_laws() -> None:
 def test_z2_keeps_weights_between_micro_batches() -> None:
     """One materialisation serves all local micro-batches of a step."""
     run_ranks(2, _z2_laws)
+
+
+def test_dedicated_model_is_collected() -> None:
+    """No registry keeps a model, its buffers or its optimizer state alive."""
+    run_ranks(1, _collected)

@@ -50,6 +50,8 @@ def _second_time() -> None:
     run = dedicate(make(), Setting())
     with pytest.raises(dmuon.AlreadyDedicated):
         dmuon.dedicate_params(run.model, world_mesh(), _trains, param_policy=POLICY)
+    with pytest.raises(dmuon.AlreadyDedicated, match=r"up\.weight"):  # a part of it is no new model
+        dmuon.dedicate_params(run.model.get_submodule("layers.0"), world_mesh(), _trains, param_policy=POLICY)
     run.model.register_parameter("late", nn.Parameter(torch.ones(3)))
     with pytest.raises(dmuon.UnmanagedParameters, match="late"):
         dmuon.Muon(run.model)
