@@ -1,0 +1,133 @@
+"""Putting the HTTP side together."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import cast
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.types import ExceptionHandler
+
+from orchestrator.api import jobs, kernels, measures, plans, streams, system
+from orchestrator.api.auth import Authenticator
+from orchestrator.api.hub import Hub
+from orchestrator.api.limits import BodyLimitMiddleware
+from orchestrator.api.service import Service
+from orchestrator.clock import Clock, wall_clock
+from orchestrator.errors import PROBLEM_TYPE, InvalidInput, Problem, ServiceError, error_of_status, field_errors_of
+from orchestrator.launcher_api import Launcher
+from orchestrator.planner import Planner
+from orchestrator.reconcile.loop import Reconciler
+from orchestrator.settings import Settings, ensure_secret
+from orchestrator.store.database import Database
+from orchestrator.timings import Histogram, TimingMiddleware
+
+__all__ = ["create_app", "service_of"]
+
+
+def create_app(
+    settings: Settings, launcher: Launcher, planner: Planner, clock: Clock = wall_clock, *, reconcile: bool = True
+) -> FastAPI:
+    """Return the application; its lifespan runs the reconciler unless ``reconcile`` is False."""
+    service = _service(settings, launcher, planner, clock)
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        if reconcile:
+            service.reconciler.start()
+        yield
+        service.hub.stop()
+        planner.close()
+        await run_in_threadpool(service.reconciler.stop)
+        await run_in_threadpool(launcher.close)
+        service.database.close()
+
+    app = FastAPI(
+        title="dmuon",
+        version="1",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        responses={"default": {"model": Problem, "description": "A problem (RFC 9457)"}},
+    )
+    app.state.service = service
+    for module in (jobs, plans, streams, measures, kernels, system):
+        app.include_router(module.router)
+    for kind, handler in _HANDLERS.items():
+        app.add_exception_handler(kind, handler)
+    app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_request_bytes)
+    app.add_middleware(TimingMiddleware, histogram=service.http_seconds)
+    return app
+
+
+def service_of(app: FastAPI) -> Service:
+    """Return the parts of an application that :func:`create_app` made."""
+    return cast(Service, app.state.service)
+
+
+def _service(settings: Settings, launcher: Launcher, planner: Planner, clock: Clock) -> Service:
+    database, hub, pass_seconds = Database(settings.database_url), Hub(), Histogram()
+    database.migrate()
+    authenticator = Authenticator.open_to_all()
+    if settings.auth:
+        ensure_secret(settings.token_file)
+        authenticator = Authenticator.from_file(settings.token_file)
+    reconciler = Reconciler(
+        database,
+        launcher,
+        planner,
+        clock,
+        interval_s=settings.poll_interval_s,
+        lease_s=settings.lease_s,
+        changed=hub.notify,
+        timed=pass_seconds.observe,
+    )
+    return Service(
+        settings=settings,
+        database=database,
+        planner=planner,
+        reconciler=reconciler,
+        authenticator=authenticator,
+        hub=hub,
+        clock=clock,
+        http_seconds=Histogram(),
+        pass_seconds=pass_seconds,
+    )
+
+
+def _answer(request: Request, error: ServiceError) -> Response:
+    problem = Problem.of(error, instance=request.url.path)
+    headers = {"WWW-Authenticate": "Bearer"} if error.code == "unauthorized" else None
+    return Response(problem.model_dump_json(), status_code=problem.status, media_type=PROBLEM_TYPE, headers=headers)
+
+
+async def _on_service_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServiceError)
+    return _answer(request, error)
+
+
+async def _on_request_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return _answer(request, InvalidInput("the request is wrong: see errors", field_errors_of(error.errors())))
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _answer(request, error_of_status(error.status_code, str(error.detail)))
+
+
+async def _on_any_error(request: Request, error: Exception) -> Response:
+    return _answer(request, ServiceError(f"the service failed with {type(error).__name__}; its log says more"))
+
+
+_HANDLERS: dict[type[Exception], ExceptionHandler] = {
+    ServiceError: _on_service_error,
+    RequestValidationError: _on_request_error,
+    HTTPException: _on_http_error,
+    Exception: _on_any_error,
+}

@@ -1,0 +1,123 @@
+"""Kernels and their breakers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Header
+from fastapi.responses import Response
+from sqlalchemy.orm import Session
+
+from orchestrator import resources as r
+from orchestrator.api.auth import Principal, require
+from orchestrator.api.service import Service, ServiceOf, reply
+from orchestrator.errors import BreakerAbsent, NotFound, PlannerFailed, PreconditionFailed
+from orchestrator.store.kernels import ALL, SWITCHABLE, breaker_rows, effective_states, set_breaker, version_of
+from worker.contract.kernels import FALLBACK_KERNEL, BreakerState, Kernel, KernelAvailability
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/v1", tags=["kernels"])
+Reader = Annotated[Principal, Depends(require("jobs:read"))]
+Operator = Annotated[Principal, Depends(require("kernels:operate"))]
+_STATES = {"trip": BreakerState.FORCED_OPEN, "reset": BreakerState.CLOSED}
+
+
+@router.get("/kernels", response_model=r.KernelList)
+def kernels(service: ServiceOf, _: Reader) -> Response:
+    """All kernels: whether they can run where the planner runs, and their breakers."""
+    available, why = _availability(service)
+    with service.database.read() as session:
+        states = effective_states(breaker_rows(session), ALL)
+    found = []
+    for kernel in Kernel:
+        known = available.get(kernel)
+        found.append(
+            r.KernelResource(
+                kernel=kernel,
+                available=None if known is None else known.available,
+                detail=why if known is None else known.detail,
+                breaker=states.get(kernel),
+            )
+        )
+    return reply(r.KernelList(kernels=tuple(found)))
+
+
+def _availability(service: Service) -> tuple[dict[Kernel, KernelAvailability], str]:
+    try:
+        return {entry.kernel: entry for entry in service.planner.kernels()}, "the planner does not say"
+    except PlannerFailed as error:
+        return {}, f"unknown: {error.detail}"
+
+
+def _switchable(name: str) -> Kernel:
+    if name not in set(Kernel):
+        raise NotFound(f"there is no kernel {name!r}; those with a breaker are {', '.join(SWITCHABLE)}")
+    kernel = Kernel(name)
+    if kernel is FALLBACK_KERNEL:
+        raise BreakerAbsent(
+            f"{kernel} is the fallback that runs in place of a tripped kernel, so it cannot be tripped itself. "
+            f"To get work off it, reset the breaker of the kernel you want: {', '.join(SWITCHABLE)}."
+        )
+    if kernel is Kernel.AUTO:
+        raise BreakerAbsent(
+            f"'auto' is a choice and not a kernel: trip the kernel that it chose, one of {', '.join(SWITCHABLE)}."
+        )
+    return kernel
+
+
+def _breaker(session: Session, kernel: Kernel) -> r.BreakerResource:
+    rows = [row for row in breaker_rows(session) if row.kernel == kernel]
+    common = next((row for row in rows if row.scope == ALL), None)
+    return r.BreakerResource(
+        kernel=kernel,
+        state=BreakerState.CLOSED if common is None else BreakerState(common.state),
+        reason="" if common is None else common.reason,
+        actor="" if common is None else common.actor,
+        changed_at=None if common is None else common.changed_at,
+        epoch=version_of(session, kernel),
+        jobs={row.scope: BreakerState(row.state) for row in rows if row.scope != ALL},
+    )
+
+
+def _tag(breaker: r.BreakerResource) -> dict[str, str]:
+    return {"ETag": f'"{breaker.epoch}"'}
+
+
+@router.get("/kernels/{kernel}/breaker", response_model=r.BreakerResource)
+def look(service: ServiceOf, _: Reader, kernel: str) -> Response:
+    """The breaker of a kernel."""
+    with service.database.read() as session:
+        breaker = _breaker(session, _switchable(kernel))
+    return reply(breaker, headers=_tag(breaker))
+
+
+@router.put("/kernels/{kernel}/breaker", response_model=r.BreakerResource)
+def change(
+    service: ServiceOf,
+    principal: Operator,
+    kernel: str,
+    wanted: r.BreakerChange,
+    if_match: Annotated[str | None, Header(alias="If-Match")] = None,
+) -> Response:
+    """Trip or reset a breaker, for the jobs that live and those to come, or for one job."""
+    which = _switchable(kernel)
+    with service.database.write() as session:
+        current = f'"{version_of(session, which)}"'
+        if if_match not in (None, "*", current):
+            raise PreconditionFailed(
+                f"the breaker of {which} is at {current}; If-Match says {if_match}. Read it again."
+            )
+        set_breaker(
+            session,
+            which,
+            _STATES[wanted.action],
+            scope=wanted.scope,
+            reason=wanted.reason,
+            actor=principal.name,
+            now=service.clock(),
+        )
+        session.flush()
+        breaker = _breaker(session, which)
+    service.changed()
+    return reply(breaker, headers=_tag(breaker))

@@ -1,0 +1,99 @@
+"""What the routes share, and how they answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Header, Request
+from fastapi.responses import Response
+from pydantic import BaseModel
+from sqlalchemy.orm import Session
+
+from orchestrator.api.auth import Authenticator, Principal
+from orchestrator.api.hub import Hub
+from orchestrator.clock import Clock
+from orchestrator.planner import Planner
+from orchestrator.reconcile.loop import Reconciler
+from orchestrator.settings import Settings
+from orchestrator.store.database import Database
+from orchestrator.store.idempotency import Answer, KeyedRequest, begin, finish
+from orchestrator.timings import Histogram
+
+__all__ = ["JSON", "Body", "IdempotencyHeader", "Service", "ServiceOf", "answer_once", "keyed", "replay", "reply"]
+
+JSON = "application/json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """The parts of a running control plane."""
+
+    settings: Settings
+    database: Database
+    planner: Planner
+    reconciler: Reconciler
+    authenticator: Authenticator
+    hub: Hub
+    clock: Clock
+    http_seconds: Histogram
+    pass_seconds: Histogram
+
+    def changed(self) -> None:
+        """Something was written: streams and reconciler look at once."""
+        self.hub.notify()
+        self.reconciler.wake()
+
+
+async def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+async def _body(request: Request) -> bytes:
+    return await request.body()
+
+
+ServiceOf = Annotated[Service, Depends(_service)]
+Body = Annotated[bytes, Depends(_body)]
+IdempotencyHeader = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key", min_length=1, max_length=255, description="The same key and request: the same answer"
+    ),
+]
+
+
+def reply(model: BaseModel, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Answer with a document; numbers that JSON does not know become strings."""
+    return Response(model.model_dump_json(), status_code=status, media_type=JSON, headers=dict(headers or {}))
+
+
+def replay(answer: Answer) -> Response:
+    """Answer as the first time."""
+    return Response(answer.body, status_code=answer.status, media_type=JSON, headers={"Idempotent-Replayed": "true"})
+
+
+def keyed(request: Request, principal: Principal, key: str | None, body: bytes) -> KeyedRequest | None:
+    """Return the request as one that carries a key; None when it carries none."""
+    if key is None:
+        return None
+    route = f"{request.method} {request.url.path}"
+    return KeyedRequest.of(principal.name, route, key, request.url.query, body)
+
+
+def answer_once(
+    service: Service, request: KeyedRequest | None, status: int, work: Callable[[Session], BaseModel]
+) -> Response:
+    """Do ``work`` and keep its answer under the key, all in one transaction; or answer as the first time."""
+    with service.database.write() as session:
+        earlier = None if request is None else begin(session, request, now=service.clock())
+        if earlier is not None:
+            return replay(earlier)
+        model = work(session)
+        if request is not None:
+            session.flush()
+            finish(session, request, Answer(status, model.model_dump_json()))
+    service.changed()
+    return reply(model, status=status)

@@ -1,0 +1,234 @@
+"""The commands."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import uuid
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from orchestrator import resources as r
+from orchestrator.cli import _console as c
+from orchestrator.cli.demo import run_demo
+from orchestrator.cli.follow import follow
+from orchestrator.cli.report import collect_report, render_plan, render_report
+from orchestrator.cli.serving import down as end_service
+from orchestrator.cli.serving import up as run_service
+from orchestrator.client import StreamEnd
+from orchestrator.settings import Settings
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Submit, watch and steer training jobs.")
+Url = Annotated[str | None, typer.Option(help="Address of the service; by default the one of the state directory.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the document for a program.")]
+SpecFile = Annotated[Path, typer.Argument(help="Job spec, YAML or JSON.")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Stay until the end.")]
+
+
+@app.command()
+def up(
+    host: Annotated[str | None, typer.Option()] = None,
+    port: Annotated[int | None, typer.Option()] = None,
+    ray_address: Annotated[str | None, typer.Option(help="Join this Ray instead of starting one.")] = None,
+    num_cpus: Annotated[int | None, typer.Option(help="CPUs that the started Ray offers.")] = None,
+) -> None:
+    """Serve in the foreground, with a Ray of its own that outlives the server."""
+    with c.failures():
+        settings = Settings.from_environment(host=host, port=port, ray_address=ray_address)
+        run_service(settings, num_cpus=num_cpus)
+
+
+@app.command()
+def down() -> None:
+    """End the server and its Ray, and check that nothing of them is left."""
+    with c.failures():
+        left = end_service(Settings.from_environment())
+    if left:
+        c.console.print(f"these processes would not end: {left}", style="red")
+        raise typer.Exit(c.FAILED)
+    c.console.print("down; nothing is left running")
+
+
+@app.command()
+def plan(spec: SpecFile, url: Url = None, as_json: AsJson = False) -> None:
+    """Say what a job would do, without running it."""
+    text = c.read_file(spec)
+    with c.connected(url) as client:
+        report = client.plan(text)
+    if as_json:
+        return c.print_json(report)
+    summary = r.PlanSummary.model_validate(report.model_dump())
+    routes = [(entry.route, entry.parameters, entry.elements) for entry in report.routes]
+    c.console.print(render_plan(summary, routes, [(t.route, t.phase, t.payload_bytes) for t in report.traffic]))
+
+
+@app.command()
+def submit(
+    spec: SpecFile,
+    following: Follow = False,
+    expected_plan_hash: Annotated[str | None, typer.Option()] = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Submit a job."""
+    text = c.read_file(spec)
+    with c.connected(url) as client:
+        job = client.submit(text, key=uuid.uuid4().hex, expected_plan_hash=expected_plan_hash)
+        if as_json and not following:
+            return c.print_json(job)
+        c.console.print(f"job {job.id} ({job.name}) was submitted", markup=False)
+        if not following:
+            return
+        hint = f"Come back with: dmuonctl get {job.id} --follow"
+        try:
+            job = follow(client, job.id, c.console, detach_hint=hint)
+        except KeyboardInterrupt:
+            raise typer.Exit(0) from None
+    raise typer.Exit(0 if job.state == "SUCCEEDED" else c.FAILED)
+
+
+@app.command("list")
+def listing(
+    state: Annotated[str | None, typer.Option()] = None,
+    project: Annotated[str | None, typer.Option()] = None,
+    label: Annotated[str | None, typer.Option(help="key=value")] = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """List jobs, newest first."""
+    with c.connected(url) as client:
+        page = client.jobs(state=state, project=project, label=label, page_size=100)
+    if as_json:
+        return c.print_json(page)
+    for job in page.jobs:
+        c.console.print(f"{job.id}  {job.state:<10} {job.project}/{job.name}  {job.message}", markup=False)
+
+
+@app.command()
+def get(job_id: str, following: Follow = False, url: Url = None, as_json: AsJson = False) -> None:
+    """Show a job."""
+    with c.connected(url) as client:
+        if following:
+            hint = f"Come back with: dmuonctl get {job_id} --follow"
+            try:
+                job = follow(client, job_id, c.console, detach_hint=hint)
+            except KeyboardInterrupt:
+                raise typer.Exit(0) from None
+            raise typer.Exit(0 if job.state == "SUCCEEDED" else c.FAILED)
+        job = client.job(job_id)
+    if as_json:
+        return c.print_json(job)
+    c.console.print(f"{job.id}  {job.state}  {job.project}/{job.name}  {job.message}", markup=False)
+    for condition in job.conditions:
+        c.console.print(
+            f"  {condition.type}={condition.status} ({condition.reason}): {condition.message}", markup=False
+        )
+
+
+@app.command()
+def report(job_id: str, url: Url = None, as_json: AsJson = False) -> None:
+    """Print the closing table of a job."""
+    with c.connected(url) as client:
+        found = collect_report(client, job_id)
+    if as_json:
+        return c.print_json(found)
+    c.console.print(render_report(found))
+
+
+@app.command()
+def events(job_id: str, following: Follow = False, url: Url = None, as_json: AsJson = False) -> None:
+    """Print a job's events, with --follow until it ends."""
+    with c.connected(url) as client:
+        items = client.stream(job_id) if following else client.events(job_id).events
+        for item in items:
+            if as_json:
+                typer.echo(item.model_dump_json())
+            elif isinstance(item, StreamEnd):
+                c.console.print(f"end: {item.state or ''} {item.reason or ''}", markup=False)
+            else:
+                c.console.print(f"{item.seq:>5}  {item.kind}: {item.message}", markup=False)
+
+
+@app.command()
+def cancel(job_id: str, url: Url = None, as_json: AsJson = False) -> None:
+    """Cancel a job."""
+    with c.connected(url) as client:
+        job = client.cancel(job_id)
+    if as_json:
+        return c.print_json(job)
+    c.console.print(f"job {job.id} is {job.state}", markup=False)
+
+
+@app.command()
+def kernels(url: Url = None, as_json: AsJson = False) -> None:
+    """List kernels: which can run, and their breakers."""
+    with c.connected(url) as client:
+        found = client.kernels()
+    if as_json:
+        return c.print_json(found)
+    for kernel in found.kernels:
+        able = {True: "available", False: "unavailable", None: "unknown"}[kernel.available]
+        c.console.print(f"{kernel.kernel:<10} {able:<12} {kernel.breaker or '-':<12} {kernel.detail}", markup=False)
+
+
+Reason = Annotated[str, typer.Option(help="Why; it stands in every event.")]
+Scope = Annotated[str, typer.Option(help="'all', or the id of a job.")]
+
+
+@app.command()
+def trip(kernel: str, reason: Reason, scope: Scope = "all", url: Url = None, as_json: AsJson = False) -> None:
+    """Send a kernel's work to the fallback, in running jobs too."""
+    _change(kernel, r.BreakerChange(action="trip", reason=reason, scope=scope), url, as_json)
+
+
+@app.command()
+def reset(kernel: str, reason: Reason, scope: Scope = "all", url: Url = None, as_json: AsJson = False) -> None:
+    """Let a kernel run again."""
+    _change(kernel, r.BreakerChange(action="reset", reason=reason, scope=scope), url, as_json)
+
+
+def _change(kernel: str, change: r.BreakerChange, url: str | None, as_json: bool) -> None:
+    with c.connected(url) as client:
+        breaker = client.change_breaker(kernel, change)
+    if as_json:
+        return c.print_json(breaker)
+    c.console.print(
+        f"{breaker.kernel}: {breaker.state} (epoch {breaker.epoch}) {dict(breaker.jobs) or ''}", markup=False
+    )
+
+
+@app.command()
+def run(spec: SpecFile) -> None:
+    """Run a job here, without a server."""
+    raise typer.Exit(subprocess.call([sys.executable, "-m", "worker", "run", str(spec)]))
+
+
+@app.command()
+def demo(
+    spec: SpecFile,
+    num_cpus: Annotated[int | None, typer.Option()] = None,
+    timeout_s: Annotated[float, typer.Option()] = 900.0,
+) -> None:
+    """Bring up a service of its own, run one job from end to end, and clean up."""
+    c.read_file(spec)
+    with c.failures():
+        raise typer.Exit(run_demo(spec, c.console, num_cpus=num_cpus, timeout_s=timeout_s))
+
+
+@app.command("version")
+def show_version() -> None:
+    """Print the version."""
+    try:
+        typer.echo(version("dmuon-service"))
+    except PackageNotFoundError:
+        typer.echo("unknown")
+
+
+def main() -> None:
+    """Entry point of ``dmuonctl``."""
+    app()

@@ -1,0 +1,159 @@
+"""A typed client of the service."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Self, TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from orchestrator import resources as r
+from orchestrator.errors import Problem, RequestRefused, ServiceUnreachable
+from worker.contract.plan import PlanReport
+
+__all__ = ["Client", "StreamEnd"]
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class StreamEnd(BaseModel):
+    """Why a stream of events ended: the job's end, or ``server_stopping``."""
+
+    reason: str | None = None
+    state: str | None = None
+    message: str = ""
+
+
+class Client:
+    """Speaks to one service. Every method raises :class:`RequestRefused` or :class:`ServiceUnreachable`."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        *,
+        timeout_s: float = 30.0,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._http = httpx.Client(
+            base_url=url, headers=headers, timeout=timeout_s, transport=transport, trust_env=False
+        )
+        self._url = url
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def plan(self, spec: str, *, timeout_s: float = 330.0) -> PlanReport:
+        """Plan a spec (YAML or JSON text)."""
+        return self._ask(PlanReport, "POST", "/v1/plans", content=spec, timeout_s=timeout_s)
+
+    def submit(self, spec: str, *, key: str | None = None, expected_plan_hash: str | None = None) -> r.JobResource:
+        """Submit a spec; with a key, asking again is safe."""
+        headers = {} if key is None else {"Idempotency-Key": key}
+        params = {} if expected_plan_hash is None else {"expected_plan_hash": expected_plan_hash}
+        return self._ask(r.JobResource, "POST", "/v1/jobs", content=spec, headers=headers, params=params)
+
+    def jobs(self, **filters: str | int | None) -> r.JobPage:
+        """Return a page of jobs; filters are ``state``, ``project``, ``label``, ``page_size`` and ``page_token``."""
+        params = {name: str(value) for name, value in filters.items() if value is not None}
+        return self._ask(r.JobPage, "GET", "/v1/jobs", params=params)
+
+    def job(self, job_id: str) -> r.JobResource:
+        """Return a whole job."""
+        return self._ask(r.JobResource, "GET", f"/v1/jobs/{job_id}")
+
+    def cancel(self, job_id: str) -> r.JobResource:
+        """Cancel a job."""
+        return self._ask(r.JobResource, "POST", f"/v1/jobs/{job_id}:cancel")
+
+    def events(self, job_id: str, *, after: int = 0) -> r.EventPage:
+        """Return the events that follow one."""
+        return self._ask(r.EventPage, "GET", f"/v1/jobs/{job_id}/events", params={"after": str(after)})
+
+    def stream(self, job_id: str, *, after: int = 0) -> Iterator[r.EventResource | StreamEnd]:
+        """Yield events as they come; the last item says why there are no more."""
+        headers = {"Accept": "text/event-stream", "Last-Event-ID": str(after)}
+        try:
+            with self._http.stream(
+                "GET", f"/v1/jobs/{job_id}/events", headers=headers, timeout=httpx.Timeout(30.0, read=None)
+            ) as answer:
+                if answer.is_error:
+                    answer.read()
+                    raise RequestRefused(_problem(answer))
+                yield from _events(answer.iter_lines())
+        except httpx.HTTPError as error:
+            raise ServiceUnreachable(f"{self._url}: {error}") from None
+
+    def metrics(self, job_id: str, *, after: int = 0, limit: int = 500) -> r.MetricsPage:
+        """Return steps of the last attempt that follow one."""
+        params = {"after": str(after), "limit": str(limit)}
+        return self._ask(r.MetricsPage, "GET", f"/v1/jobs/{job_id}/metrics", params=params)
+
+    def routes(self, job_id: str) -> r.RoutesResource:
+        """Return the routing table and what was counted."""
+        return self._ask(r.RoutesResource, "GET", f"/v1/jobs/{job_id}/routes")
+
+    def kernels(self) -> r.KernelList:
+        """Return all kernels."""
+        return self._ask(r.KernelList, "GET", "/v1/kernels", timeout_s=120.0)
+
+    def breaker(self, kernel: str) -> r.BreakerResource:
+        """Return the breaker of a kernel."""
+        return self._ask(r.BreakerResource, "GET", f"/v1/kernels/{kernel}/breaker")
+
+    def change_breaker(self, kernel: str, change: r.BreakerChange) -> r.BreakerResource:
+        """Trip or reset the breaker of a kernel."""
+        headers = {"Content-Type": "application/json"}
+        path = f"/v1/kernels/{kernel}/breaker"
+        return self._ask(r.BreakerResource, "PUT", path, content=change.model_dump_json(), headers=headers)
+
+    def _ask(
+        self,
+        kind: type[M],
+        method: str,
+        path: str,
+        *,
+        content: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        params: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> M:
+        wait = httpx.USE_CLIENT_DEFAULT if timeout_s is None else timeout_s
+        try:
+            answer = self._http.request(method, path, content=content, headers=headers, params=params, timeout=wait)
+        except httpx.HTTPError as error:
+            raise ServiceUnreachable(f"{self._url}: {error}. Is it up? 'dmuonctl up' starts it.") from None
+        if answer.is_error:
+            raise RequestRefused(_problem(answer))
+        return kind.model_validate_json(answer.content)
+
+
+def _problem(answer: httpx.Response) -> Problem:
+    try:
+        return Problem.model_validate_json(answer.content)
+    except ValidationError:
+        title = "The answer is no problem document"
+        return Problem(
+            type="about:blank", title=title, status=answer.status_code, detail=answer.text[:500], code="http"
+        )
+
+
+def _events(lines: Iterator[str]) -> Iterator[r.EventResource | StreamEnd]:
+    kind, data = "message", ""
+    for line in lines:
+        if line.startswith("event:"):
+            kind = line[6:].strip()
+        elif line.startswith("data:"):
+            data += line[5:].strip()
+        elif not line and data:
+            if kind == "end":
+                yield StreamEnd.model_validate(json.loads(data))
+                return
+            yield r.EventResource.model_validate_json(data)
+            kind, data = "message", ""

@@ -1,0 +1,175 @@
+"""Prometheus series, rendered from the store when they are asked for.
+
+So they survive a restart, a job's series vanish a grace period after its end, and no process has to be remembered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+from sqlalchemy.orm import Session
+
+from orchestrator._families import Families
+from orchestrator.clock import Clock
+from orchestrator.store.attempts import attempts_of, totals_of
+from orchestrator.store.database import Database
+from orchestrator.store.jobs import count_by_reason, count_by_state, jobs_shown, plan_of, queue_waits
+from orchestrator.store.kernels import breaker_rows, effective_states, transition_counts
+from orchestrator.store.models import Attempt, Breaker, Job
+from orchestrator.timings import Histogram
+from orchestrator.totals import comm_sums, ns_sums, update_rms
+from worker.contract.kernels import BreakerState
+from worker.contract.messages import STEP_SECONDS_BUCKETS, RankReport
+from worker.contract.plan import PlanReport
+from worker.contract.states import JobState, Reason
+
+__all__ = ["QUEUE_WAIT_BOUNDS_S", "StoreCollector", "registry_of"]
+
+QUEUE_WAIT_BOUNDS_S = (0.5, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14_400.0, 86_400.0)
+Totals = Mapping[int, Mapping[int, RankReport]]
+"""Last reports by attempt id and rank."""
+
+
+def registry_of(
+    database: Database, clock: Clock, *, grace_s: float, http_seconds: Histogram, pass_seconds: Histogram
+) -> CollectorRegistry:
+    """Return a registry of its own, which holds the catalogue's families and nothing else."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(StoreCollector(database, clock, grace_s, http_seconds, pass_seconds))
+    return registry
+
+
+class StoreCollector(Collector):
+    """All families of the catalogue, from one consistent look at the store."""
+
+    def __init__(
+        self, database: Database, clock: Clock, grace_s: float, http_seconds: Histogram, pass_seconds: Histogram
+    ) -> None:
+        self._database, self._clock, self._grace_s = database, clock, grace_s
+        self._http_seconds, self._pass_seconds = http_seconds, pass_seconds
+
+    def collect(self) -> Iterator[Family]:
+        """Yield the families."""
+        families = Families()
+        families.add_histogram("dmuon_http_request_duration_seconds", self._http_seconds)
+        families.add_histogram("dmuon_reconcile_duration_seconds", self._pass_seconds)
+        with self._database.read() as session:
+            _add_service(families, session)
+            breakers = breaker_rows(session)
+            for job in jobs_shown(session, self._clock() - self._grace_s):
+                attempts = attempts_of(session, job.id)
+                totals = totals_of(session, [row.id for row in attempts])
+                _add_job(families, job, attempts, breakers)
+                _add_plan(families, job.id, plan_of(session, job))
+                _add_totals(families, job.id, totals)
+                _add_last(families, job.id, totals)
+        yield from families.all()
+
+
+def _add_service(families: Families, session: Session) -> None:
+    states, reasons = count_by_state(session), count_by_reason(session)
+    for state in JobState:
+        families.add("dmuon_jobs", (state,), states.get(state, 0))
+    for reason in Reason:
+        families.add("dmuon_jobs_finished_total", (reason,), reasons.get(reason, 0))
+    waiting = (JobState.SUBMITTED, JobState.QUEUED, JobState.RESTARTING)
+    families.add("dmuon_queue_depth", (), sum(states.get(state, 0) for state in waiting))
+    below, number, total = queue_waits(session, QUEUE_WAIT_BOUNDS_S)
+    families.add_buckets("dmuon_queue_wait_seconds", (), QUEUE_WAIT_BOUNDS_S, [*below, number], total)
+    for labels, count in transition_counts(session).items():
+        families.add("dmuon_breaker_transitions_total", labels, count)
+
+
+def _add_job(families: Families, job: Job, attempts: Sequence[Attempt], breakers: Sequence[Breaker]) -> None:
+    families.add("dmuon_job_info", (job.id, job.name, job.project), 1)
+    for state in JobState:
+        families.add("dmuon_job_state", (job.id, state), job.state == state)
+    families.add("dmuon_job_attempts_total", (job.id,), len(attempts))
+    families.add("dmuon_reports_dropped_total", (job.id,), sum(row.dropped for row in attempts))
+    for kernel, now in effective_states(breakers, job.id).items():
+        for breaker_state in BreakerState:
+            families.add("dmuon_breaker_state", (job.id, kernel, breaker_state), now is breaker_state)
+
+
+def _add_plan(families: Families, job: str, plan: PlanReport | None) -> None:
+    if plan is None:
+        return
+    families.add("dmuon_ns_planned_matrices", (job,), plan.ns_matrices)
+    planned: dict[tuple[str, str], int] = {}
+    for part in plan.traffic:
+        key = (part.route, part.phase)
+        planned[key] = planned.get(key, 0) + part.payload_bytes * plan.world_size
+    for (route, phase), number in planned.items():
+        families.add("dmuon_comm_planned_bytes_per_step", (job, route, phase), number)
+    for rank in plan.ranks:
+        families.add("dmuon_owner_planned_cost", (job, str(rank.rank)), rank.cost)
+    for entry in plan.routes:
+        families.add("dmuon_parameters", (job, entry.route), entry.parameters)
+        families.add("dmuon_parameter_elements", (job, entry.route), entry.elements)
+
+
+def _add_totals(families: Families, job: str, totals: Totals) -> None:
+    """Counters: summed over ranks and attempts, so that another attempt never takes them back."""
+    reports = [report for ranks in totals.values() for report in ranks.values()]
+    if not reports:
+        return
+    for (route, phase), comm in comm_sums(reports).items():
+        families.add("dmuon_comm_seconds_total", (job, route, phase), comm.seconds)
+        families.add("dmuon_comm_exposed_seconds_total", (job, route, phase), comm.exposed_seconds)
+        families.add("dmuon_comm_bytes_total", (job, route, phase), comm.payload_bytes)
+        families.add("dmuon_comm_collectives_total", (job, route, phase), comm.collectives)
+    for (kernel, algorithm), ns in ns_sums(reports).items():
+        families.add("dmuon_ns_launches_total", (job, kernel, algorithm), ns.launches)
+        families.add("dmuon_ns_matrices_total", (job, kernel, algorithm), ns.matrices)
+        families.add("dmuon_ns_seconds_total", (job, kernel, algorithm), ns.seconds)
+    for rank in sorted({report.rank for report in reports}):
+        seconds = sum(report.owner_compute_seconds for report in reports if report.rank == rank)
+        families.add("dmuon_owner_compute_seconds_total", (job, str(rank)), seconds)
+    families.add("dmuon_tokens_total", (job,), sum(report.tokens_total for report in reports))
+    families.add("dmuon_steps_total", (job,), _sum_of_largest(totals, "step"))
+    families.add("dmuon_skipped_steps_total", (job,), _sum_of_largest(totals, "skipped_total"))
+    _add_step_histogram(families, job, [ranks[0] for ranks in totals.values() if 0 in ranks])
+
+
+def _sum_of_largest(totals: Totals, field: str) -> int:
+    return sum(max(int(getattr(report, field)) for report in ranks.values()) for ranks in totals.values())
+
+
+def _add_step_histogram(families: Families, job: str, leads: Sequence[RankReport]) -> None:
+    if not leads:
+        return
+    counts = [sum(column) for column in zip(*(lead.step_seconds_buckets for lead in leads), strict=True)]
+    cumulative = [sum(counts[: index + 1]) for index in range(len(counts))]
+    total = sum(lead.step_seconds_sum for lead in leads)
+    families.add_buckets("dmuon_step_duration_seconds", (job,), STEP_SECONDS_BUCKETS, cumulative, total)
+
+
+def _add_last(families: Families, job: str, totals: Totals) -> None:
+    """Gauges: by the last attempt that has reported."""
+    if not totals:
+        return
+    last = totals[max(totals)]
+    lead = last[min(last)]
+    families.add("dmuon_loss", (job,), lead.loss)
+    if lead.grad_norm is not None:
+        families.add("dmuon_gradient_norm", (job,), lead.grad_norm)
+    for route, rate in lead.lr.items():
+        families.add("dmuon_learning_rate", (job, route), rate)
+    for route, rms in update_rms(last.values()).items():
+        families.add("dmuon_update_rms", (job, route), rms)
+    worst = _largest(report.ns_orthogonality_error for report in last.values())
+    if worst is not None:
+        families.add("dmuon_ns_orthogonality_error", (job,), worst)
+    for rank, report in sorted(last.items()):
+        families.add("dmuon_kernel_epoch", (job, str(rank)), report.kernel_epoch)
+        families.add("dmuon_worker_memory_bytes", (job, str(rank)), report.memory_bytes)
+        families.add("dmuon_heartbeat_timestamp_seconds", (job, str(rank)), report.at)
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    """Return the largest value; NaN counts as larger than all, since it must not be hidden."""
+    found = [value for value in values if value is not None]
+    return max(found, key=lambda value: (value != value, value), default=None)

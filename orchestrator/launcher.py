@@ -1,0 +1,190 @@
+"""The launcher that uses Ray, and the only module of this room that imports it.
+
+It runs in a process of its own (``python -m orchestrator.launcher ADDRESS``, see
+:mod:`orchestrator.launcher_process`), because Ray ends a process that is connected to it a minute after its head has
+died, and sets signal handlers of its own. Every call has a time limit, since a head that is gone leaves calls hanging;
+a call that runs into its limit says nothing about the attempt.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, TypeVar
+
+from orchestrator.errors import LauncherUnavailable, StartFailed, SupervisorGone
+from orchestrator.launcher_api import AttemptRef, Capacity, Resources
+from orchestrator.launcher_process import serve_calls
+from worker.contract.actors import NAMESPACE, PLAN_ENTRY, START_ENTRY, supervisor_name
+from worker.contract.kernels import KernelPolicy
+from worker.contract.messages import AttemptStart, PollBatch, StopRequest
+
+__all__ = ["RayLauncher"]
+
+T = TypeVar("T")
+_CALL_S, _START_S, _PLAN_S = 5.0, 60.0, 300.0
+
+
+class RayLauncher:
+    """Speaks to the Ray at ``address``; the process's environment says how to prove who it is."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._lock = threading.Lock()
+        self._connected = False
+        # Ray's own time limits do not cover everything that can hang, so each call runs in a thread that is waited for.
+        self._threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="ray-call")
+
+    def capacity(self) -> Capacity:
+        """See :class:`~orchestrator.launcher_api.Launcher`."""
+        return self._bounded(self._capacity)
+
+    def start_attempt(self, start: AttemptStart) -> None:
+        """See :class:`~orchestrator.launcher_api.Launcher`.
+
+        Raises:
+            StartFailed: the entry point raised.
+        """
+        self._bounded(lambda: self._run_entry(START_ENTRY, start.model_dump_json(), _START_S), _START_S + _CALL_S)
+
+    def run_entry(self, request: str) -> str:
+        """Plan on a machine of the cluster: hand ``request`` to the planner's entry point and return its answer."""
+        return str(self._bounded(lambda: self._run_entry(PLAN_ENTRY, request, _PLAN_S), _PLAN_S + _CALL_S))
+
+    def poll(self, ref: AttemptRef, cursor: int, limit: int) -> PollBatch:
+        """See :class:`~orchestrator.launcher_api.Launcher`."""
+        return PollBatch.model_validate_json(self._call(ref, "poll", cursor, limit))
+
+    def set_kernels(self, ref: AttemptRef, policy: KernelPolicy) -> None:
+        """See :class:`~orchestrator.launcher_api.Launcher`."""
+        self._call(ref, "set_kernels", policy.model_dump_json())
+
+    def stop(self, ref: AttemptRef, request: StopRequest) -> None:
+        """See :class:`~orchestrator.launcher_api.Launcher`."""
+        self._call(ref, "stop", request.model_dump_json())
+
+    def leave(self, ref: AttemptRef) -> None:
+        """See :class:`~orchestrator.launcher_api.Launcher`."""
+        self._call(ref, "leave")
+
+    def remains(self, ref: AttemptRef) -> tuple[str, ...]:
+        """See :class:`~orchestrator.launcher_api.Launcher`."""
+        return self._bounded(lambda: self._remains(ref.job_id))
+
+    def close(self) -> None:
+        """Disconnect; calls that hang are left behind."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._connected:
+            self._ray().shutdown()
+
+    # What follows runs in a thread of the pool.
+
+    def _ray(self) -> Any:
+        import ray
+
+        return ray
+
+    def _connect(self) -> Any:
+        ray = self._ray()
+        with self._lock:
+            if not ray.is_initialized():
+                ray.init(
+                    address=self._address,
+                    namespace=NAMESPACE,
+                    log_to_driver=False,
+                    logging_level="WARNING",
+                    configure_logging=False,
+                )
+                self._connected = True
+        return ray
+
+    def _bounded(self, call: Callable[[], T], timeout_s: float = 2 * _CALL_S) -> T:
+        try:
+            future: Future[T] = self._threads.submit(call)
+            return future.result(timeout_s)
+        except FutureTimeout:
+            future.cancel()  # if it waits for a thread, it need not run any more
+            raise LauncherUnavailable(f"Ray at {self._address} did not answer within {timeout_s:g} s") from None
+        except (StartFailed, SupervisorGone, LauncherUnavailable):
+            raise
+        except Exception as error:
+            raise LauncherUnavailable(
+                f"Ray at {self._address} cannot be used: {type(error).__name__}: {error}"
+            ) from None
+
+    def _capacity(self) -> Capacity:
+        ray = self._connect()
+        nodes = tuple(_resources(node["Resources"]) for node in ray.nodes() if node["Alive"])
+        return Capacity(nodes, _resources(ray.available_resources()))
+
+    def _run_entry(self, entry: str, argument: str, timeout_s: float) -> Any:
+        ray = self._connect()
+
+        def body(
+            address: str, text: str
+        ) -> Any:  # nested, so that it travels by value: the other side has no such module
+            import importlib
+
+            module, _, function = address.partition(":")
+            return getattr(importlib.import_module(module), function)(text)
+
+        reference = ray.remote(num_cpus=0, max_retries=0)(body).remote(entry, argument)
+        try:
+            return ray.get(reference, timeout=timeout_s)
+        except ray.exceptions.RayTaskError as error:
+            raise StartFailed(f"{entry} failed in the cluster: {error}") from None
+        except ray.exceptions.GetTimeoutError:
+            ray.cancel(reference, force=True)  # or it might start an attempt that nobody waits for
+            raise LauncherUnavailable(f"{entry} did not return within {timeout_s:g} s") from None
+
+    def _call(self, ref: AttemptRef, method: str, *arguments: Any) -> str:
+        return str(self._bounded(lambda: self._ask(ref, method, *arguments)))
+
+    def _ask(self, ref: AttemptRef, method: str, *arguments: Any) -> Any:
+        ray, name = self._connect(), supervisor_name(ref.job_id, ref.attempt)
+        try:
+            actor = ray.get_actor(name, namespace=NAMESPACE)
+        except ValueError:  # Ray answered, and has no actor of this name
+            raise SupervisorGone(f"Ray has no actor {name}") from None
+        try:
+            return ray.get(getattr(actor, method).remote(ref.fence, *arguments), timeout=_CALL_S)
+        except ray.exceptions.ActorUnavailableError as error:
+            raise LauncherUnavailable(f"{name} cannot be reached now: {error}") from None
+        except ray.exceptions.RayActorError as error:
+            if method == "leave":
+                return None  # it left while it was asked
+            raise SupervisorGone(f"{name} is dead: {error}") from None
+        except ray.exceptions.GetTimeoutError:
+            raise LauncherUnavailable(f"{name} did not answer {method} within {_CALL_S:g} s") from None
+
+    def _remains(self, job_id: str) -> tuple[str, ...]:
+        util = self._connect().util
+        named = util.list_named_actors(all_namespaces=True)
+        actors = [f"actor {entry['name']}" for entry in named if job_id in entry["name"]]
+        groups = [
+            f"placement group {entry['name']}"
+            for entry in util.placement_group_table().values()
+            if job_id in entry["name"] and entry["state"] != "REMOVED"
+        ]
+        return (*actors, *groups)
+
+
+def _resources(amounts: Mapping[str, float]) -> Resources:
+    return Resources(amounts.get("CPU", 0.0), amounts.get("GPU", 0.0), amounts.get("memory", 0.0))
+
+
+def _main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which closes this process's input
+    launcher = RayLauncher(sys.argv[1])
+    serve_calls(launcher, sys.stdin, sys.stdout)
+    launcher.close()
+    os._exit(0)  # calls that hang must not hold up the end
+
+
+if __name__ == "__main__":
+    _main()

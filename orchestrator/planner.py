@@ -1,0 +1,108 @@
+"""Planning, in a process that may import torch: this one must not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from pydantic import ValidationError
+
+from orchestrator.errors import ChildFailed, LauncherUnavailable, PlannerFailed, PlanRefusedProblem, StartFailed
+from orchestrator.line_process import LineProcess
+from worker.contract.kernels import KernelAvailability
+from worker.contract.plan import PlanReport
+from worker.contract.planning import PlanAnswer, PlanRequest
+from worker.contract.spec import JobSpec
+
+__all__ = ["PLANNER_COMMAND", "EntryPlanner", "Planner", "ProcessPlanner"]
+
+PLANNER_COMMAND = (sys.executable, "-m", "worker", "plan", "--serve")
+
+
+class Planner(Protocol):
+    """Makes plans. Calls may be long, and come from several threads."""
+
+    def plan(self, spec: JobSpec) -> PlanReport:
+        """Return the plan of ``spec``.
+
+        Raises:
+            PlanRefusedProblem: no plan can be made of it.
+            PlannerFailed: the planner itself failed, which says nothing about the spec.
+        """
+        ...
+
+    def kernels(self) -> tuple[KernelAvailability, ...]:
+        """Return what the planner's machine can run.
+
+        Raises:
+            PlannerFailed: the planner itself failed.
+        """
+        ...
+
+    def close(self) -> None:
+        """End what the planner started."""
+        ...
+
+
+class _AnswerReader:
+    """The two questions in terms of one exchange of texts."""
+
+    def _ask(self, request: str) -> str:
+        raise NotImplementedError
+
+    def plan(self, spec: JobSpec) -> PlanReport:
+        answer = self._answer(PlanRequest(spec_json=spec.model_dump_json()))
+        if answer.errors:
+            raise PlanRefusedProblem(f"no plan can be made of job {spec.name}", answer.errors)
+        if answer.plan is None:
+            raise PlannerFailed("the planner answered without a plan and without a reason")
+        return answer.plan
+
+    def kernels(self) -> tuple[KernelAvailability, ...]:
+        return self._answer(PlanRequest()).kernels or ()
+
+    def _answer(self, request: PlanRequest) -> PlanAnswer:
+        text = self._ask(request.model_dump_json())
+        try:
+            answer = PlanAnswer.model_validate_json(text)
+        except ValidationError as error:
+            raise PlannerFailed(f"the planner's answer breaks the contract: {error}") from None
+        if answer.failure is not None:
+            raise PlannerFailed(f"the planner failed: {answer.failure}\n{answer.failure.traceback}".rstrip())
+        return answer
+
+
+class EntryPlanner(_AnswerReader):
+    """Plans where the launcher runs entry points: for a control plane on a machine without torch."""
+
+    def __init__(self, ask: Callable[[str], str], close: Callable[[], None] = lambda: None) -> None:
+        self._send, self._close = ask, close
+
+    def _ask(self, request: str) -> str:
+        try:
+            return self._send(request)
+        except (LauncherUnavailable, StartFailed) as error:
+            raise PlannerFailed(f"planning in the cluster failed: {error}") from None
+
+    def close(self) -> None:
+        """Close what asks."""
+        self._close()
+
+
+class ProcessPlanner(_AnswerReader):
+    """Plans in a warm child process."""
+
+    def __init__(self, command: Sequence[str] = PLANNER_COMMAND, *, timeout_s: float = 300.0) -> None:
+        self._child = LineProcess(command, what="planner's process")
+        self._timeout_s = timeout_s
+
+    def _ask(self, request: str) -> str:
+        try:
+            return self._child.ask(request, self._timeout_s)
+        except ChildFailed as error:
+            raise PlannerFailed(error.detail) from None
+
+    def close(self) -> None:
+        """End the child; a request that is in progress fails."""
+        self._child.close()

@@ -1,0 +1,246 @@
+"""Driving one attempt: launch it, store what its supervisor says, and carry out what follows from that.
+
+To attach again after a restart is nothing special: the next poll continues at the stored cursor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+from sqlalchemy.orm import Session
+
+from orchestrator.errors import LauncherUnavailable, StaleWrite, StartFailed, SupervisorGone
+from orchestrator.launcher_api import AttemptRef
+from orchestrator.reconcile.context import Context
+from orchestrator.reconcile.decide import AttemptAction, AttemptView, End, decide_attempt
+from orchestrator.reconcile.verify import decide_routes_verified
+from orchestrator.store.attempts import append_batch, attempt_by_id, last_attempt, reports_at, totals_of
+from orchestrator.store.jobs import find_job, plan_of
+from orchestrator.store.kernels import breaker_rows, policy_for
+from orchestrator.store.models import Attempt, Job
+from orchestrator.store.transitions import Value, add_event, change_state, locked_job, set_condition
+from worker.contract.kernels import KernelPolicy
+from worker.contract.messages import AttemptStart, PollBatch, StopRequest
+from worker.contract.spec import JobSpec
+from worker.contract.states import JobState, Reason
+
+__all__ = ["POLL_LIMIT", "drive_attempt"]
+
+POLL_LIMIT = 2000
+_ROUNDS = 4
+"""Moves in one pass: an attempt that has ended goes through STOPPING to its end in one go."""
+_EMPTY = PollBatch(entries=(), dropped=0, alive_ranks=0, ended=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    job: Job
+    attempt: Attempt
+    spec: JobSpec
+    policy: KernelPolicy
+
+    @property
+    def ref(self) -> AttemptRef:
+        return AttemptRef(self.job.id, self.attempt.number, self.attempt.fence)
+
+
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """What asking the supervisor gave."""
+
+    batch: PollBatch = _EMPTY
+    gone: bool = False
+    remains: tuple[str, ...] = ()
+
+
+def drive_attempt(context: Context, job_id: str) -> None:
+    """Do all that can be done now about a job in STARTING, RUNNING or STOPPING."""
+    for _ in range(_ROUNDS):
+        with context.database.read() as session:
+            seen = _look(session, job_id)
+        if seen is None:
+            return
+        try:
+            if not _advance(context, seen):
+                return
+        except LauncherUnavailable as error:
+            _note_reachable(context, seen, "Unknown", "launcher_unavailable", str(error))
+            return
+        except StaleWrite:
+            continue  # somebody cancelled: look again
+
+
+def _look(session: Session, job_id: str) -> _Seen | None:
+    job = find_job(session, job_id)
+    attempt = last_attempt(session, job_id)
+    if attempt is None or JobState(job.state) not in (JobState.STARTING, JobState.RUNNING, JobState.STOPPING):
+        return None
+    spec = JobSpec.model_validate_json(job.spec)
+    return _Seen(job, attempt, spec, policy_for(breaker_rows(session), job_id))
+
+
+def _advance(context: Context, seen: _Seen) -> bool:
+    """Make one move; True when there may be another at once."""
+    if seen.job.state == JobState.STARTING and seen.attempt.launched_at is None:
+        try:
+            _launch(context, seen)
+        except StartFailed as error:
+            _stop(context, seen, End(reason=Reason.SETUP_FAILED, message=error.detail))
+            return True
+    heard = _hear(context, seen)
+    action, end, more = _store(context, seen, heard)
+    if action is AttemptAction.SEND_STOP and end is not None:
+        _send_stop(context, seen, end)
+    elif action is AttemptAction.FINISH and end is not None:
+        _finish(context, seen, end, gone=heard.gone)
+    elif not heard.gone:
+        _send_policy(context, seen)
+    return more or action in (AttemptAction.RUN, AttemptAction.STOP)
+
+
+def _launch(context: Context, seen: _Seen) -> None:
+    start = AttemptStart(
+        job_id=seen.job.id,
+        attempt=seen.attempt.number,
+        fence=seen.attempt.fence,
+        spec_json=seen.job.spec,
+        plan_hash=seen.job.plan_hash or "",
+        kernels=seen.policy,
+        placement_deadline_s=min(60.0, seen.spec.failure.start_deadline_s),
+    )
+    context.launcher.start_attempt(start)
+    with context.database.write() as session:
+        row = attempt_by_id(session, seen.attempt.id)
+        row.launched_at, row.epoch_sent = context.clock(), seen.policy.epoch
+
+
+def _hear(context: Context, seen: _Seen) -> _Heard:
+    if seen.attempt.ended_at is not None:
+        return _Heard()  # its last entry is stored
+    try:
+        return _Heard(context.launcher.poll(seen.ref, seen.attempt.cursor, POLL_LIMIT))
+    except SupervisorGone:
+        return _Heard(gone=True, remains=context.launcher.remains(seen.ref))
+
+
+def _store(context: Context, seen: _Seen, heard: _Heard) -> tuple[AttemptAction, End | None, bool]:
+    """Store what was heard and decide on it, in one transaction. The last value says that more may be waiting."""
+    now = context.clock()
+    with context.database.write() as session:
+        job, attempt = locked_job(session, seen.job.id), attempt_by_id(session, seen.attempt.id)
+        number = append_batch(session, job, attempt, heard.batch)
+        if not heard.gone:
+            set_condition(session, job, "Reachable", "True", "polled", "the supervisor answers", now=now)
+        if number:
+            _verify(session, job, attempt, now)
+        action, end = decide_attempt(_view(job, attempt, seen.spec, heard, now))
+        if action is AttemptAction.RUN:
+            change_state(session, job.id, JobState.RUNNING, guard=context.guard(job), now=now)
+        elif action is AttemptAction.STOP and end is not None:
+            _record_end(session, context, job, end, now)
+    if number or action is not AttemptAction.NOTHING:
+        context.changed()
+    return action, end, number >= POLL_LIMIT
+
+
+def _view(job: Job, attempt: Attempt, spec: JobSpec, heard: _Heard, now: float) -> AttemptView:
+    state = JobState(job.state)
+    intended = job.reason if state is JobState.STOPPING else None
+    return AttemptView(
+        state=state,
+        now=now,
+        deadline_at=attempt.created_at + spec.failure.start_deadline_s,
+        formed=attempt.formed_at is not None,
+        intended=_end(intended, job.message),
+        reported=_end(attempt.end_reason, attempt.end_message),
+        gone=heard.gone,
+        remains=heard.remains,
+        stop_sent_at=attempt.stop_sent_at,
+    )
+
+
+def _end(reason: str | None, message: str | None) -> End | None:
+    return None if reason is None else End(reason=Reason(reason), message=message or "")
+
+
+def _verify(session: Session, job: Job, attempt: Attempt, now: float) -> None:
+    """Compare with the plan at the newest step that every rank has reported."""
+    plan, totals = plan_of(session, job), totals_of(session, [attempt.id]).get(attempt.id, {})
+    if plan is None or len(totals) < plan.world_size:
+        return
+    step = min(report.step for report in totals.values())
+    verdict = decide_routes_verified(plan, reports_at(session, attempt.id, step))
+    if verdict is None:
+        return  # a rank's report of this step was dropped: a later step will do
+    data: dict[str, Value] = {
+        "attempt": attempt.number,
+        "step": verdict.step,
+        "skipped": verdict.skipped,
+        "matrices": verdict.matrices,
+        "planned_matrices": verdict.planned_matrices,
+        "payload_bytes": verdict.payload_bytes,
+        "planned_bytes": verdict.planned_bytes,
+    }
+    status, reason = ("True", "as_planned") if verdict.verified else ("False", "differs_from_plan")
+    changed = set_condition(session, job, "RoutesVerified", status, reason, str(verdict), now=now, data=data)
+    if changed and not verdict.verified:
+        add_event(session, job, "alarm", str(verdict), now=now, data=data)
+
+
+def _record_end(session: Session, context: Context, job: Job, end: End, now: float) -> None:
+    guard = context.guard(job)
+    change_state(session, job.id, JobState.STOPPING, guard=guard, now=now, reason=end.reason, message=end.message)
+
+
+def _stop(context: Context, seen: _Seen, end: End) -> None:
+    with context.database.write() as session:
+        _record_end(session, context, seen.job, end, context.clock())
+    context.changed()
+
+
+def _send_stop(context: Context, seen: _Seen, end: End) -> None:
+    context.launcher.stop(seen.ref, StopRequest(reason=end.reason, message=end.message))
+    with context.database.write() as session:
+        attempt_by_id(session, seen.attempt.id).stop_sent_at = context.clock()
+
+
+def _finish(context: Context, seen: _Seen, end: End, *, gone: bool) -> None:
+    if not gone:
+        # It may have left before: a control plane can end between asking it and writing that down.
+        with contextlib.suppress(SupervisorGone):
+            context.launcher.leave(seen.ref)
+    now = context.clock()
+    with context.database.write() as session:
+        attempt = attempt_by_id(session, seen.attempt.id)
+        if attempt.ended_at is None:
+            attempt.ended_at, attempt.end_reason, attempt.end_message = now, end.reason, end.message
+        guard, new = context.guard(seen.job), end.reason.end_state
+        change_state(session, seen.job.id, new, guard=guard, now=now, reason=end.reason, message=end.message)
+    context.changed()
+
+
+def _send_policy(context: Context, seen: _Seen) -> None:
+    """Bring a job up to the newest word on its kernels."""
+    if seen.policy.epoch <= seen.attempt.epoch_sent or seen.job.state == JobState.STOPPING:
+        return
+    try:
+        context.launcher.set_kernels(seen.ref, seen.policy)
+    except SupervisorGone:
+        return  # the next poll finds the same and acts on it
+    with context.database.write() as session:
+        job = locked_job(session, seen.job.id)
+        attempt_by_id(session, seen.attempt.id).epoch_sent = seen.policy.epoch
+        tripped = ", ".join(sorted(seen.policy.tripped)) or "none"
+        message = f"kernel policy {seen.policy.epoch} was handed to attempt {seen.attempt.number}; tripped: {tripped}"
+        data: dict[str, Value] = {"epoch": seen.policy.epoch, "tripped": tripped}
+        add_event(session, job, "kernels_sent", message, now=context.clock(), data=data)
+    context.changed()
+
+
+def _note_reachable(context: Context, seen: _Seen, status: str, reason: str, message: str) -> None:
+    with context.database.write() as session:
+        job = locked_job(session, seen.job.id)
+        changed = set_condition(session, job, "Reachable", status, reason, message, now=context.clock())
+    if changed:
+        context.changed()

@@ -1,0 +1,32 @@
+"""What the passes of the reconciler share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from orchestrator.clock import Clock
+from orchestrator.launcher_api import Launcher
+from orchestrator.planner import Planner
+from orchestrator.store.database import Database
+from orchestrator.store.models import Job
+from orchestrator.store.transitions import Guard
+
+__all__ = ["Context"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """Store, cluster, planner, time, and the name under which this control plane holds the lease."""
+
+    database: Database
+    launcher: Launcher
+    planner: Planner
+    clock: Clock
+    holder: str
+    changed: Callable[[], None]
+    """Called after something was written that others may wait for."""
+
+    def guard(self, job: Job) -> Guard:
+        """Return the guard of a write that was decided on ``job``."""
+        return Guard(job.version, self.holder)

@@ -1,0 +1,140 @@
+"""The reconciler's threads: one plans, one does all the rest. Both only while this control plane holds the lease."""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import threading
+import time
+from collections.abc import Callable
+
+from orchestrator.clock import Clock
+from orchestrator.errors import LeaseLost
+from orchestrator.launcher_api import Launcher
+from orchestrator.planner import Planner
+from orchestrator.reconcile.admission import admit_queued
+from orchestrator.reconcile.attempts import drive_attempt
+from orchestrator.reconcile.context import Context
+from orchestrator.reconcile.planning import plan_submitted
+from orchestrator.store.database import Database
+from orchestrator.store.idempotency import forget_old
+from orchestrator.store.jobs import jobs_in
+from orchestrator.store.leases import acquire, release
+from orchestrator.store.transitions import LEASE
+from worker.contract.states import JobState
+
+__all__ = ["Reconciler"]
+
+_log = logging.getLogger(__name__)
+_SWEEP_S = 3600.0
+
+
+class Reconciler:
+    """Brings what runs and what is stored together, again and again."""
+
+    def __init__(
+        self,
+        database: Database,
+        launcher: Launcher,
+        planner: Planner,
+        clock: Clock,
+        *,
+        interval_s: float = 0.25,
+        lease_s: float = 5.0,
+        changed: Callable[[], None] = lambda: None,
+        timed: Callable[[float], None] = lambda _seconds: None,
+    ) -> None:
+        self.context = Context(
+            database=database,
+            launcher=launcher,
+            planner=planner,
+            clock=clock,
+            holder=secrets.token_hex(8),
+            changed=changed,
+        )
+        self._interval_s, self._lease_s, self._timed = interval_s, lease_s, timed
+        self._stop = threading.Event()
+        self._wake = (threading.Event(), threading.Event())
+        self._threads: list[threading.Thread] = []
+        self._next_sweep = 0.0
+        self._renew_at = -math.inf
+        self.last_pass_at: float | None = None
+        """Wall clock at the end of the last pass; None before the first."""
+
+    def start(self) -> None:
+        """Begin; the threads end by :meth:`stop`."""
+        passes = (self.run_once, self.plan_once)
+        for name, once, wake in zip(("reconcile", "plan"), passes, self._wake, strict=True):
+            thread = threading.Thread(target=self._loop, args=(once, wake), name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def wake(self) -> None:
+        """Do the next pass now."""
+        for event in self._wake:
+            event.set()
+
+    def stop(self, timeout_s: float = 2.0) -> None:
+        """End the threads and give the lease back. A call that is still in progress is left to its own time limit."""
+        self._stop.set()
+        self.wake()
+        for thread in self._threads:
+            thread.join(timeout_s / len(self._threads))
+        with self.context.database.write() as session:
+            release(session, LEASE, self.context.holder)
+
+    def run_once(self) -> None:
+        """Admit, then drive every attempt."""
+        if not self._has_lease():
+            return
+        began = time.perf_counter()
+        admit_queued(self.context)
+        with self.context.database.read() as session:
+            jobs = jobs_in(session, JobState.STARTING, JobState.RUNNING, JobState.STOPPING)
+        for job in jobs:
+            if self._stop.is_set() or not self._has_lease():
+                return
+            try:
+                drive_attempt(self.context, job.id)
+            except LeaseLost:
+                raise
+            except Exception:
+                _log.exception("job %s could not be driven; the next pass tries again", job.id)
+        self._sweep()
+        self.last_pass_at = self.context.clock()
+        self._timed(time.perf_counter() - began)
+
+    def plan_once(self) -> None:
+        """Plan what was submitted."""
+        if self._has_lease() and plan_submitted(self.context):
+            self._wake[0].set()
+
+    def _has_lease(self) -> bool:
+        context, now = self.context, self.context.clock()
+        if self._renew_at - self._lease_s <= now < self._renew_at:
+            return True
+        with context.database.write() as session:
+            held = acquire(session, LEASE, context.holder, now=now, duration_s=self._lease_s)
+        self._renew_at = now + self._lease_s / 3 if held else -math.inf
+        return held
+
+    def _sweep(self) -> None:
+        now = self.context.clock()
+        if now < self._next_sweep:
+            return
+        self._next_sweep = now + _SWEEP_S
+        with self.context.database.write() as session:
+            forget_old(session, now=now)
+
+    def _loop(self, once: Callable[[], None], wake: threading.Event) -> None:
+        while not self._stop.is_set():
+            try:
+                once()
+            except LeaseLost as lost:
+                self._renew_at = -math.inf
+                _log.warning("%s", lost)
+            except Exception:
+                _log.exception("a pass of the reconciler failed; the next one tries again")
+            wake.wait(self._interval_s)
+            wake.clear()

@@ -1,0 +1,93 @@
+"""Did what ran match the plan? Newton-Schulz matrices and payload bytes, counted and planned, side by side. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from worker.contract.messages import RankReport
+from worker.contract.plan import PlanReport
+
+__all__ = ["RoutesVerdict", "decide_routes_verified"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutesVerdict:
+    """Counted against planned, up to one step that every rank has reported."""
+
+    step: int
+    skipped: int
+    matrices: int
+    planned_matrices: int
+    payload_bytes: int
+    planned_bytes: int
+    differences: tuple[str, ...]
+    """Each figure that differs; empty when what ran is what was planned."""
+
+    @property
+    def verified(self) -> bool:
+        """True when nothing differs."""
+        return not self.differences
+
+    def __str__(self) -> str:
+        if self.differences:
+            return f"after step {self.step} what ran is not what was planned: " + "; ".join(self.differences)
+        return (
+            f"after step {self.step}: {self.matrices} matrices orthogonalised and {self.payload_bytes} bytes "
+            "communicated by all ranks, as planned"
+        )
+
+
+def decide_routes_verified(plan: PlanReport, reports: Sequence[RankReport]) -> RoutesVerdict | None:
+    """Compare all ranks' totals after one step with the plan.
+
+    Args:
+        plan: the job's plan.
+        reports: reports of one attempt for one step.
+
+    Returns:
+        None while a rank is missing: a part of the figures proves nothing.
+    """
+    steps = {report.step for report in reports}
+    if len(steps) != 1 or {report.rank for report in reports} != set(range(plan.world_size)):
+        return None
+    step, skipped = steps.pop(), max(report.skipped_total for report in reports)
+    matrices = sum(total.matrices for report in reports for total in report.ns)
+    planned_matrices = plan.ns_matrices * (step - skipped)
+    counted, planned = _counted_bytes(reports), _planned_bytes(plan, step, skipped)
+    differences = [
+        f"{route}/{phase}: {counted[route, phase]} bytes counted, {planned[route, phase]} planned"
+        for route, phase in sorted(counted.keys() | planned.keys())
+        if counted[route, phase] != planned[route, phase]
+    ]
+    if matrices != planned_matrices:
+        differences.insert(0, f"{matrices} matrices orthogonalised, {planned_matrices} planned")
+    if len({report.skipped_total for report in reports}) > 1:
+        differences.insert(0, "the ranks do not agree on how many steps were skipped")
+    return RoutesVerdict(
+        step=step,
+        skipped=skipped,
+        matrices=matrices,
+        planned_matrices=planned_matrices,
+        payload_bytes=counted.total(),
+        planned_bytes=planned.total(),
+        differences=tuple(differences),
+    )
+
+
+def _counted_bytes(reports: Sequence[RankReport]) -> Counter[tuple[str, str]]:
+    counted: Counter[tuple[str, str]] = Counter()
+    for report in reports:
+        for total in report.comm:
+            counted[total.route, total.phase] += total.payload_bytes
+    return counted
+
+
+def _planned_bytes(plan: PlanReport, step: int, skipped: int) -> Counter[tuple[str, str]]:
+    planned: Counter[tuple[str, str]] = Counter()
+    for traffic in plan.traffic:
+        # A skipped step has gathered and reduced like any other, but has no new weights to publish.
+        steps = step - skipped if traffic.phase == "publish" else step
+        planned[traffic.route, traffic.phase] += traffic.payload_bytes * plan.world_size * steps
+    return planned

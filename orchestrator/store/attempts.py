@@ -1,0 +1,166 @@
+"""Attempts and what their supervisors report. Appending is idempotent: by cursor, by sequence and by (step, rank)."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+
+from sqlalchemy import insert, select
+from sqlalchemy.orm import Session
+
+from orchestrator.store.models import Attempt, Job, RankErrorRow, RankReportRow, RankTotals
+from orchestrator.store.transitions import add_event
+from worker.contract.errors import ErrorValue
+from worker.contract.messages import AttemptEnd, Entry, Milestone, PollBatch, RankError, RankReport
+
+__all__ = [
+    "append_batch", "attempt_by_id", "attempts_of", "errors_of", "last_attempt", "new_attempt", "reports_at",
+    "reports_of_steps", "totals_of",
+]  # fmt: skip
+
+
+def new_attempt(session: Session, job: Job, *, now: float, epoch: int) -> Attempt:
+    """Insert the next attempt of a job, with a fresh fence; ``epoch`` is that of the kernel policy it starts with."""
+    before = last_attempt(session, job.id)
+    row = Attempt(
+        job_id=job.id,
+        number=1 if before is None else before.number + 1,
+        fence=secrets.token_hex(16),
+        created_at=now,
+        cursor=0,
+        dropped=0,
+        alive_ranks=0,
+        epoch_sent=epoch,
+    )
+    session.add(row)
+    session.flush()
+    if job.queue_wait_s is None:
+        job.queue_wait_s = now - job.created_at
+    return row
+
+
+def last_attempt(session: Session, job_id: str) -> Attempt | None:
+    """Return the newest attempt of a job; None before the first."""
+    query = select(Attempt).where(Attempt.job_id == job_id).order_by(Attempt.number.desc()).limit(1)
+    return session.scalar(query)
+
+
+def attempts_of(session: Session, job_id: str) -> Sequence[Attempt]:
+    """Return a job's attempts, oldest first."""
+    return session.scalars(select(Attempt).where(Attempt.job_id == job_id).order_by(Attempt.number)).all()
+
+
+def attempt_by_id(session: Session, attempt_id: int) -> Attempt:
+    """Return the row, locked until the transaction ends."""
+    return session.scalars(select(Attempt).where(Attempt.id == attempt_id).with_for_update()).one()
+
+
+def append_batch(session: Session, job: Job, attempt: Attempt, batch: PollBatch) -> int:
+    """Store what a poll returned and move the cursor; entries that were stored before are passed over.
+
+    Returns:
+        The number of new entries.
+    """
+    fresh = [entry for entry in batch.entries if entry.seq > attempt.cursor]
+    _append_reports(session, attempt, fresh)
+    for entry in fresh:
+        body = entry.body
+        if isinstance(body, Milestone):
+            _append_milestone(session, job, attempt, body)
+        elif isinstance(body, RankError):
+            session.add(RankErrorRow(attempt_id=attempt.id, seq=entry.seq, body=body.error.model_dump_json()))
+            add_event(session, job, "rank_error", str(body.error), now=body.at, data={"rank": body.error.rank})
+        elif isinstance(body, AttemptEnd):
+            attempt.ended_at, attempt.end_reason, attempt.end_message = body.at, body.reason, body.message
+            add_event(session, job, "attempt_end", body.message, now=body.at, data={"reason": body.reason})
+    attempt.cursor = max([attempt.cursor, *(entry.seq for entry in fresh)])
+    attempt.dropped = max(attempt.dropped, batch.dropped)
+    attempt.alive_ranks = batch.alive_ranks
+    return len(fresh)
+
+
+def _append_milestone(session: Session, job: Job, attempt: Attempt, body: Milestone) -> None:
+    if body.name == "placed":
+        attempt.placed_at = attempt.placed_at or body.at
+    elif body.name == "group_formed":
+        attempt.formed_at = attempt.formed_at or body.at
+    data = {**body.data, "attempt": attempt.number, "rank": body.rank}
+    add_event(session, job, body.name, body.message, now=body.at, data=data)
+
+
+def _append_reports(session: Session, attempt: Attempt, fresh: Iterable[Entry]) -> None:
+    found = {(e.body.step, e.body.rank): (e.seq, e.body) for e in fresh if isinstance(e.body, RankReport)}
+    if not found:
+        return
+    steps = {step for step, _ in found}
+    known = session.execute(
+        select(RankReportRow.step, RankReportRow.rank).where(
+            RankReportRow.attempt_id == attempt.id, RankReportRow.step.between(min(steps), max(steps))
+        )
+    )
+    for step, rank in known.all():
+        found.pop((step, rank), None)
+    rows = [
+        {"attempt_id": attempt.id, "step": step, "rank": rank, "seq": seq, "body": body.model_dump_json()}
+        for (step, rank), (seq, body) in found.items()
+    ]
+    if rows:
+        session.execute(insert(RankReportRow), rows)
+    newest: dict[int, RankReport] = {}
+    for (_, rank), (_, body) in sorted(found.items()):
+        newest[rank] = body
+    for rank, body in newest.items():
+        _raise_totals(session, attempt, rank, body)
+
+
+def _raise_totals(session: Session, attempt: Attempt, rank: int, body: RankReport) -> None:
+    row = session.get(RankTotals, (attempt.id, rank))
+    if row is None:
+        session.add(RankTotals(attempt_id=attempt.id, rank=rank, step=body.step, body=body.model_dump_json()))
+    elif row.step < body.step:
+        row.step, row.body = body.step, body.model_dump_json()
+
+
+def totals_of(session: Session, attempt_ids: Iterable[int]) -> dict[int, dict[int, RankReport]]:
+    """Return the last report of every rank, by attempt and rank."""
+    rows = session.scalars(select(RankTotals).where(RankTotals.attempt_id.in_(list(attempt_ids))))
+    found: dict[int, dict[int, RankReport]] = {}
+    for row in rows:
+        found.setdefault(row.attempt_id, {})[row.rank] = RankReport.model_validate_json(row.body)
+    return found
+
+
+def reports_at(session: Session, attempt_id: int, step: int) -> list[RankReport]:
+    """Return the reports of all ranks for one step."""
+    query = select(RankReportRow.body).where(RankReportRow.attempt_id == attempt_id, RankReportRow.step == step)
+    return [RankReport.model_validate_json(body) for body in session.scalars(query)]
+
+
+def reports_of_steps(session: Session, attempt_id: int, after: int, limit: int) -> dict[int, list[RankReport]]:
+    """Return the reports of up to ``limit`` steps that follow step ``after``, by step."""
+    steps = (
+        select(RankReportRow.step)
+        .where(RankReportRow.attempt_id == attempt_id, RankReportRow.step > after)
+        .distinct()
+        .order_by(RankReportRow.step)
+        .limit(limit)
+    )
+    query = (
+        select(RankReportRow.step, RankReportRow.body)
+        .where(RankReportRow.attempt_id == attempt_id, RankReportRow.step.in_(steps.scalar_subquery()))
+        .order_by(RankReportRow.step, RankReportRow.rank)
+    )
+    found: dict[int, list[RankReport]] = {}
+    for step, body in session.execute(query):
+        found.setdefault(step, []).append(RankReport.model_validate_json(body))
+    return found
+
+
+def errors_of(session: Session, attempt_ids: Iterable[int]) -> list[tuple[int, ErrorValue]]:
+    """Return every rank's error as (attempt id, error), in the order in which they came."""
+    query = (
+        select(RankErrorRow)
+        .where(RankErrorRow.attempt_id.in_(list(attempt_ids)))
+        .order_by(RankErrorRow.attempt_id, RankErrorRow.seq)
+    )
+    return [(row.attempt_id, ErrorValue.model_validate_json(row.body)) for row in session.scalars(query)]

@@ -1,0 +1,194 @@
+"""Jobs: submitting, finding, listing, cancelling."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import func, or_, select
+from sqlalchemy.orm import Session
+
+from orchestrator.errors import InvalidPageToken, JobFinished, NotFound
+from orchestrator.store.models import Condition, Event, Job, JobLabel, Plan
+from orchestrator.store.transitions import Guard, add_event, change_state, locked_job
+from worker.contract.plan import PlanReport
+from worker.contract.spec import JobSpec
+from worker.contract.states import JobState, Reason
+
+__all__ = [
+    "JobFilter", "cancel_job", "conditions_of", "count_by_reason", "count_by_state", "events_after", "find_job",
+    "jobs_in", "jobs_shown", "keep_plan", "list_jobs", "plan_of", "queue_waits", "submit_job",
+]  # fmt: skip
+
+LIVE = (JobState.STARTING, JobState.RUNNING, JobState.STOPPING, JobState.RESTARTING)
+WAITING = (JobState.SUBMITTED, JobState.QUEUED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFilter:
+    """What a list shows; None shows all."""
+
+    state: JobState | None = None
+    project: str | None = None
+    label: tuple[str, str] | None = None
+
+
+def submit_job(session: Session, spec: JobSpec, *, now: float, expected_plan_hash: str | None = None) -> Job:
+    """Insert a job in SUBMITTED, with its first event."""
+    job = Job(
+        id=secrets.token_hex(5),
+        name=spec.name,
+        project=spec.project,
+        spec=spec.model_dump_json(),
+        expected_plan_hash=expected_plan_hash,
+        state=JobState.SUBMITTED,
+        version=1,
+        message="",
+        field_errors="[]",
+        created_at=now,
+        state_since=now,
+        last_event=0,
+    )
+    session.add(job)
+    session.flush()
+    session.add_all(JobLabel(job_id=job.id, key=key, value=value) for key, value in spec.labels.items())
+    add_event(session, job, "submitted", f"job {spec.name} was submitted", now=now)
+    return job
+
+
+def find_job(session: Session, job_id: str) -> Job:
+    """Return the row.
+
+    Raises:
+        NotFound: no such job.
+    """
+    job = session.scalar(select(Job).where(Job.id == job_id))
+    if job is None:
+        raise NotFound(f"there is no job {job_id!r}")
+    return job
+
+
+def cancel_job(session: Session, job_id: str, *, now: float) -> Job:
+    """Cancel: at once where nothing runs, else by recording the intended end, which the reconciler carries out.
+
+    Asking again changes nothing.
+
+    Raises:
+        JobFinished: the job ended in another way.
+    """
+    job = locked_job(session, job_id)
+    state = JobState(job.state)
+    if state is JobState.CANCELLED or state is JobState.STOPPING:
+        return job
+    if state.terminal:
+        raise JobFinished(f"job {job_id} is {state} ({job.reason}): there is nothing to cancel")
+    running = state in (JobState.STARTING, JobState.RUNNING)
+    new = JobState.STOPPING if running else JobState.CANCELLED
+    guard = Guard(job.version)
+    return change_state(
+        session, job_id, new, guard=guard, now=now, reason=Reason.CANCELLED, message="cancelled on request"
+    )
+
+
+def list_jobs(
+    session: Session, wanted: JobFilter, *, page_size: int, page_token: str | None
+) -> tuple[Sequence[Job], str | None]:
+    """Return a page, newest first, and the token of the next page.
+
+    Raises:
+        InvalidPageToken: the token is of another list, or none of ours.
+    """
+    query = select(Job).order_by(Job.number.desc()).limit(page_size + 1)
+    if wanted.state is not None:
+        query = query.where(Job.state == wanted.state)
+    if wanted.project is not None:
+        query = query.where(Job.project == wanted.project)
+    if wanted.label is not None:
+        key, value = wanted.label
+        labelled = select(JobLabel.job_id).where(JobLabel.key == key, JobLabel.value == value)
+        query = query.where(Job.id.in_(labelled))
+    if page_token:
+        query = query.where(Job.number < _read_token(page_token, wanted))
+    rows = session.scalars(query).all()
+    more = len(rows) > page_size
+    rows = rows[:page_size]
+    return rows, _write_token(rows[-1].number, wanted) if more else None
+
+
+def _identity(wanted: JobFilter) -> list[str | None]:
+    return [wanted.state, wanted.project, "=".join(wanted.label) if wanted.label else None]
+
+
+def _write_token(number: int, wanted: JobFilter) -> str:
+    return base64.urlsafe_b64encode(json.dumps([number, _identity(wanted)]).encode()).decode().rstrip("=")
+
+
+def _read_token(token: str, wanted: JobFilter) -> int:
+    try:
+        number, identity = json.loads(base64.urlsafe_b64decode(token + "=" * (-len(token) % 4)))
+    except (ValueError, TypeError, binascii.Error):
+        raise InvalidPageToken("page_token is not one that this service gave out; leave it out to start anew") from None
+    if identity != _identity(wanted) or not isinstance(number, int):
+        raise InvalidPageToken("page_token belongs to a list with other filters; repeat those, or start anew")
+    return number
+
+
+def jobs_in(session: Session, *states: JobState) -> Sequence[Job]:
+    """Return the jobs in any of the states, oldest first."""
+    return session.scalars(select(Job).where(Job.state.in_(states)).order_by(Job.number)).all()
+
+
+def jobs_shown(session: Session, finished_after: float) -> Sequence[Job]:
+    """Return the jobs that are alive or ended after a time, oldest first."""
+    shown = or_(Job.finished_at.is_(None), Job.finished_at > finished_after)
+    return session.scalars(select(Job).where(shown).order_by(Job.number)).all()
+
+
+def keep_plan(session: Session, plan: PlanReport, *, now: float) -> None:
+    """Store a plan, unless it is there."""
+    if session.get(Plan, plan.plan_hash) is None:
+        session.add(Plan(plan_hash=plan.plan_hash, body=plan.model_dump_json(), created_at=now))
+        session.flush()
+
+
+def plan_of(session: Session, job: Job) -> PlanReport | None:
+    """Return the job's plan; None before it was planned."""
+    row = session.get(Plan, job.plan_hash) if job.plan_hash is not None else None
+    return None if row is None else PlanReport.model_validate_json(row.body)
+
+
+def events_after(session: Session, job_id: str, seq: int, limit: int) -> Sequence[Event]:
+    """Return up to ``limit`` events that follow ``seq``, in order."""
+    query = select(Event).where(Event.job_id == job_id, Event.seq > seq).order_by(Event.seq).limit(limit)
+    return session.scalars(query).all()
+
+
+def conditions_of(session: Session, job_id: str) -> Sequence[Condition]:
+    """Return the job's conditions by type."""
+    return session.scalars(select(Condition).where(Condition.job_id == job_id).order_by(Condition.type)).all()
+
+
+def count_by_state(session: Session) -> dict[str, int]:
+    """Return the number of jobs in each state that has any."""
+    rows = session.execute(select(Job.state, func.count()).group_by(Job.state))
+    return {str(state): int(number) for state, number in rows}
+
+
+def count_by_reason(session: Session) -> dict[str, int]:
+    """Return the number of finished jobs by reason."""
+    query = select(Job.reason, func.count()).where(Job.finished_at.is_not(None)).group_by(Job.reason)
+    return {str(reason): number for reason, number in session.execute(query)}
+
+
+def queue_waits(session: Session, bounds: Sequence[float]) -> tuple[list[int], int, float]:
+    """Return how many jobs waited at most each of ``bounds`` (s), how many in all, and the sum of waits (s)."""
+    waited = Job.queue_wait_s
+    columns = [func.count().filter(waited <= bound) for bound in bounds]
+    row = session.execute(
+        select(*columns, func.count(), func.coalesce(func.sum(waited), 0.0)).where(waited.is_not(None))
+    ).one()
+    return [int(n) for n in row[: len(bounds)]], int(row[-2]), float(row[-1])

@@ -1,0 +1,128 @@
+"""Decisions, as tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from orchestrator.launcher_api import Capacity, Resources
+from orchestrator.reconcile.decide import (
+    STARVATION_S,
+    AttemptAction,
+    AttemptView,
+    End,
+    Waiting,
+    decide_admissions,
+    decide_attempt,
+    decide_end,
+)
+from orchestrator.reconcile.verify import decide_routes_verified
+from tests.orchestrator.fakes import FORWARD, MATRICES, REDUCE, make_plan, make_report, make_spec
+from worker.contract.states import JobState, Reason
+
+COMPLETED = End(reason=Reason.COMPLETED, message="")
+CANCELLED = End(reason=Reason.CANCELLED, message="")
+FAILED = End(reason=Reason.USER_ERROR, message="boom")
+
+
+def view(state: JobState, **changes: Any) -> AttemptView:
+    values: dict[str, Any] = {
+        "state": state, "now": 100.0, "deadline_at": 200.0, "formed": False, "intended": None, "reported": None,
+    }  # fmt: skip
+    return AttemptView(**values | changes)
+
+
+@pytest.mark.parametrize(
+    ("seen", "action", "reason"),
+    [
+        (view(JobState.STARTING), AttemptAction.NOTHING, None),
+        (view(JobState.STARTING, formed=True), AttemptAction.RUN, None),
+        (view(JobState.STARTING, deadline_at=99.0), AttemptAction.STOP, Reason.SETUP_FAILED),
+        (view(JobState.STARTING, deadline_at=99.0, formed=True), AttemptAction.RUN, None),
+        (view(JobState.STARTING, gone=True, formed=True), AttemptAction.STOP, Reason.WORKER_LOST),
+        (view(JobState.RUNNING, formed=True, deadline_at=99.0), AttemptAction.NOTHING, None),
+        (view(JobState.RUNNING, reported=COMPLETED), AttemptAction.STOP, Reason.COMPLETED),
+        (view(JobState.RUNNING, gone=True), AttemptAction.STOP, Reason.WORKER_LOST),
+        (view(JobState.STOPPING, intended=CANCELLED), AttemptAction.SEND_STOP, Reason.CANCELLED),
+        (view(JobState.STOPPING, intended=CANCELLED, stop_sent_at=99.0), AttemptAction.NOTHING, Reason.CANCELLED),
+        (view(JobState.STOPPING, intended=CANCELLED, stop_sent_at=90.0), AttemptAction.SEND_STOP, Reason.CANCELLED),
+        (view(JobState.STOPPING, intended=CANCELLED, reported=FAILED), AttemptAction.FINISH, Reason.CANCELLED),
+        (view(JobState.STOPPING, intended=FAILED, gone=True), AttemptAction.FINISH, Reason.USER_ERROR),
+        (view(JobState.STOPPING, intended=FAILED, gone=True, remains=("x",)), AttemptAction.NOTHING, Reason.USER_ERROR),
+    ],
+)
+def test_attempts(seen: AttemptView, action: AttemptAction, reason: Reason | None) -> None:
+    found, end = decide_attempt(seen)
+    assert found is action
+    assert (None if end is None else end.reason) == reason
+
+
+def test_what_was_completed_stays_completed() -> None:
+    assert decide_end(CANCELLED, COMPLETED) is COMPLETED
+    assert decide_end(CANCELLED, FAILED) is CANCELLED
+    assert decide_end(None, FAILED) is FAILED
+
+
+def waiting(name: str, workers: int = 1, cpus: float = 1.0, waited_s: float = 0.0) -> Waiting:
+    return Waiting(job_id=name, worker=Resources(cpus), workers=workers, waited_s=waited_s)
+
+
+def started(jobs: list[Waiting], total: float, free: float, reserved: float = 0.0) -> str:
+    capacity = Capacity((Resources(total),), Resources(free))
+    return "".join(d.job_id for d in decide_admissions(jobs, capacity, Resources(reserved)) if d.start)
+
+
+def test_gangs_are_admitted_whole_and_in_order() -> None:
+    jobs = [waiting("a", 2), waiting("b", 3), waiting("c", 1)]
+    assert started(jobs, 8, 8) == "abc"
+    assert started(jobs, 8, 4) == "ac"  # a small one may pass
+    assert started(jobs, 8, 1) == "c"
+    assert started(jobs, 8, 4, reserved=3) == "c"
+
+
+def test_a_job_that_starved_is_passed_by_none() -> None:
+    jobs = [waiting("a", 4, waited_s=STARVATION_S + 1), waiting("b")]
+    assert started(jobs, 4, 2) == ""
+    assert started(jobs, 8, 8) == "ab"
+
+
+def test_room_is_counted_by_machine() -> None:
+    capacity = Capacity((Resources(3), Resources(3)), Resources(6))
+    (wide,) = decide_admissions([waiting("a", 1, cpus=4)], capacity, Resources())
+    assert wide.errors[0].pointer == "/resources" and "largest machine has 3 CPUs" in wide.errors[0].message
+    (many,) = decide_admissions([waiting("b", 3, cpus=2)], capacity, Resources())
+    assert many.errors[0].pointer == "/mesh" and "room for 2" in many.errors[0].message
+    (fits,) = decide_admissions([waiting("c", 2, cpus=2)], capacity, Resources())
+    assert fits.start
+
+
+def test_a_cluster_without_machines_is_no_verdict() -> None:
+    (found,) = decide_admissions([waiting("a")], Capacity((), Resources()), Resources())
+    assert not found.start and not found.errors
+
+
+PLAN = make_plan(make_spec())
+
+
+def test_verification_needs_every_rank_at_one_step() -> None:
+    assert decide_routes_verified(PLAN, [make_report(0, 1)]) is None
+    assert decide_routes_verified(PLAN, [make_report(0, 1), make_report(1, 2)]) is None
+    assert decide_routes_verified(PLAN, []) is None
+
+
+def test_verification_counts_skipped_steps() -> None:
+    verdict = decide_routes_verified(PLAN, [make_report(rank, 5, skipped=2) for rank in (0, 1)])
+    assert verdict is not None and verdict.verified
+    assert (verdict.matrices, verdict.planned_matrices) == (3 * MATRICES, 3 * MATRICES)
+    assert verdict.payload_bytes == verdict.planned_bytes == 2 * 5 * (FORWARD + REDUCE)
+
+
+def test_verification_names_each_difference() -> None:
+    plan = PLAN.model_copy(update={"traffic": PLAN.traffic[:1]})
+    verdict = decide_routes_verified(plan, [make_report(0, 1, matrices=MATRICES + 1), make_report(1, 1)])
+    assert verdict is not None and not verdict.verified
+    assert verdict.differences == (
+        f"{MATRICES + 1} matrices orthogonalised, {MATRICES} planned",
+        f"muon/reduce: {2 * REDUCE} bytes counted, 0 planned",
+    )

@@ -1,0 +1,320 @@
+"""Whole lives of jobs on a cluster that the test drives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from orchestrator.errors import LauncherUnavailable, PlannerFailed, StartFailed
+from orchestrator.launcher_api import Resources
+from orchestrator.reconcile.loop import Reconciler
+from tests.orchestrator.conftest import World
+from tests.orchestrator.fakes import FORWARD, MATRICES, REDUCE, make_report
+from worker.contract.errors import FieldError
+from worker.contract.kernels import Kernel
+from worker.contract.states import Reason
+
+
+def condition(world: World, job_id: str, kind: str) -> dict[str, Any]:
+    conditions: Any = world.job(job_id)["conditions"]
+    return next((entry for entry in conditions if entry["type"] == kind), {})
+
+
+def events(world: World, job_id: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = world.client.get(f"/v1/jobs/{job_id}/events?limit=1000").json()["events"]
+    return found
+
+
+def test_life_of_a_job_that_succeeds(world: World) -> None:
+    job_id = world.running()
+    attempt = world.attempt(job_id)
+    attempt.steps(1, 2, 3)
+    world.turn()
+    progress: Any = world.job(job_id)["progress"]
+    assert (progress["step"], progress["loss"], progress["tokens"]) == (3, 2.0, 96)
+    assert progress["overlap_ratio"] == pytest.approx(1 - 0.005 / 0.03)
+    attempt.steps(4, 5)
+    attempt.end(Reason.COMPLETED, "all steps done")
+    world.turn()
+    job = world.job(job_id)
+    assert (job["state"], job["reason"], job["blame"]) == ("SUCCEEDED", "completed", "nobody")
+    assert attempt.left
+    moves = [(e["data"]["from"], e["data"]["to"]) for e in events(world, job_id) if e["kind"] == "state"]
+    assert moves == [
+        ("SUBMITTED", "QUEUED"), ("QUEUED", "STARTING"), ("STARTING", "RUNNING"), ("RUNNING", "STOPPING"),
+        ("STOPPING", "SUCCEEDED"),
+    ]  # fmt: skip
+    assert [e["seq"] for e in events(world, job_id)] == list(range(1, len(events(world, job_id)) + 1))
+
+
+def test_a_plan_that_is_refused_fails_the_job_with_all_errors(world: World) -> None:
+    world.planner.refuse = tuple(FieldError(pointer=f"/routing/{n}", code="no_matrix", message="m") for n in "ab")
+    job_id = world.submit()
+    world.turn()
+    job: Any = world.job(job_id)
+    assert (job["state"], job["reason"], job["blame"]) == ("FAILED", "plan_refused", "user")
+    assert [error["pointer"] for error in job["errors"]] == ["/routing/a", "/routing/b"]
+
+
+def test_a_planner_that_fails_is_tried_again_with_pauses_and_then_given_up(world: World) -> None:
+    tries = []
+
+    def fail() -> None:
+        tries.append(world.clock.now)
+        raise PlannerFailed("it died")
+
+    world.planner.before = fail
+    job_id = world.submit()
+    for _ in range(100):
+        world.turn()
+        world.clock.advance(1)
+    assert [at - tries[0] for at in tries] == [0, 5, 15]
+    job: Any = world.job(job_id)
+    assert (job["state"], job["reason"], job["blame"]) == ("FAILED", "internal", "platform")
+    assert "it died" in job["message"]
+
+
+def test_a_plan_with_another_hash_than_expected_is_refused(world: World) -> None:
+    from tests.orchestrator.fakes import make_spec
+
+    body = make_spec().model_dump_json()
+    job_id = world.client.post("/v1/jobs?expected_plan_hash=other", content=body).json()["id"]
+    same = world.client.post("/v1/jobs", content=body, headers={"Expected-Plan-Hash": "plan-1"}).json()["id"]
+    world.turn()
+    job: Any = world.job(job_id)
+    assert job["reason"] == "plan_refused" and job["errors"][0]["code"] == "plan_mismatch"
+    assert world.state(same) == "STARTING"
+
+
+def test_case_17_impossible_fails_and_busy_waits(world: World) -> None:
+    world.launcher.total = Resources(cpus=2)
+    impossible = world.submit(mesh={"shard": 1}, resources={"cpus_per_worker": 64})
+    wide = world.submit(mesh={"shard": 4})
+    first = world.submit()
+    second = world.submit()
+    world.turn()
+    job: Any = world.job(impossible)
+    assert (job["state"], job["reason"]) == ("FAILED", "infeasible")
+    assert job["errors"][0]["pointer"] == "/resources"
+    assert "64 CPUs" in job["message"] and "2 CPUs" in job["message"]
+    job = world.job(wide)
+    assert job["reason"] == "infeasible" and job["errors"][0]["pointer"] == "/mesh"
+    assert world.state(first) == "STARTING"
+    assert world.state(second) == "QUEUED"
+    assert condition(world, second, "Admitted")["reason"] == "waiting_for_capacity"
+    assert "2 CPUs" in condition(world, second, "Admitted")["message"]
+    assert list(world.launcher.attempts) == [(first, 1)]
+
+
+def test_a_job_that_started_holds_its_resources_before_the_cluster_shows_it(world: World) -> None:
+    world.launcher.total = Resources(cpus=2)
+    first = world.submit()
+    world.turn()
+    second = world.submit()
+    world.turn(3)  # the cluster still says that everything is free
+    assert (world.state(first), world.state(second)) == ("STARTING", "QUEUED")
+
+
+def test_case_18_cancelled_while_it_waits_never_starts(world: World) -> None:
+    world.launcher.total = Resources(cpus=2)
+    first = world.running()
+    world.launcher.free = Resources()
+    second = world.submit()
+    world.turn()
+    answer = world.client.post(f"/v1/jobs/{second}:cancel")
+    assert (answer.status_code, answer.json()["state"]) == (200, "CANCELLED")
+    again = world.client.post(f"/v1/jobs/{second}:cancel")
+    assert (again.status_code, again.json()) == (200, answer.json())
+    world.attempt(first).end(Reason.COMPLETED)
+    world.launcher.free = None
+    world.turn(3)
+    assert list(world.launcher.attempts) == [(first, 1)]
+    refused = world.client.post(f"/v1/jobs/{first}:cancel")
+    assert (refused.status_code, refused.json()["code"]) == (409, "job_finished")
+
+
+def test_cancel_of_a_running_job_stops_it_and_waits_for_its_end(world: World) -> None:
+    job_id = world.running()
+    assert world.client.post(f"/v1/jobs/{job_id}:cancel").json()["state"] == "STOPPING"
+    world.turn(3)
+    attempt = world.attempt(job_id)
+    assert [request.reason for request in attempt.stops] == [Reason.CANCELLED]  # not asked again at once
+    assert world.state(job_id) == "STOPPING"
+    world.clock.advance(6)
+    world.turn()
+    assert len(attempt.stops) == 2
+    attempt.end(Reason.CANCELLED)
+    world.turn()
+    assert world.state(job_id) == "CANCELLED"
+
+
+def test_a_job_that_finished_while_it_was_cancelled_has_succeeded(world: World) -> None:
+    job_id = world.running()
+    world.attempt(job_id).end(Reason.COMPLETED)
+    world.client.post(f"/v1/jobs/{job_id}:cancel")
+    world.turn()
+    assert world.state(job_id) == "SUCCEEDED"
+
+
+def test_cancel_before_the_supervisor_exists_starts_nothing(world: World) -> None:
+    world.launcher.total = Resources(cpus=2)
+    job_id = world.submit()
+    world.launcher.start_error = LauncherUnavailable("slow")
+    world.turn()
+    assert world.state(job_id) == "STARTING"
+    world.client.post(f"/v1/jobs/{job_id}:cancel")
+    world.launcher.start_error = None
+    world.turn()
+    assert world.state(job_id) == "CANCELLED"
+    assert not world.launcher.attempts
+
+
+def test_errors_of_ranks_are_grouped(world: World) -> None:
+    job_id = world.running()
+    attempt = world.attempt(job_id)
+    attempt.fail(0, ValueError("same"))
+    attempt.fail(1, ValueError("same"))
+    attempt.fail(2, KeyError("other"))
+    attempt.end(Reason.USER_ERROR, "rank 0: ValueError: same")
+    world.turn()
+    job: Any = world.job(job_id)
+    assert (job["state"], job["reason"], job["blame"]) == ("FAILED", "user_error", "user")
+    assert [(group["type"], group["ranks"]) for group in job["rank_errors"]] == [
+        ("builtins.ValueError", [0, 1]),
+        ("builtins.KeyError", [2]),
+    ]
+
+
+def test_a_dead_supervisor_fails_the_job_only_after_what_it_left_is_gone(world: World) -> None:
+    job_id = world.running()
+    world.attempt(job_id).dead = True
+    world.launcher.leftovers = ("placement group x",)
+    world.turn(3)
+    assert world.state(job_id) == "STOPPING"
+    world.launcher.leftovers = ()
+    world.turn()
+    job = world.job(job_id)
+    assert (job["state"], job["reason"], job["blame"]) == ("FAILED", "worker_lost", "infrastructure")
+
+
+def test_an_unreachable_cluster_changes_no_state(world: World) -> None:
+    job_id = world.running()
+    waiting = world.submit()
+    world.turn()
+    world.launcher.unreachable = True
+    world.clock.advance(10_000)
+    world.turn(3)
+    assert world.state(job_id) == "RUNNING"
+    assert condition(world, job_id, "Reachable")["status"] == "Unknown"
+    world.launcher.unreachable = False
+    world.turn()
+    assert condition(world, job_id, "Reachable")["status"] == "True"
+    assert world.state(waiting) in ("STARTING", "STOPPING", "FAILED")
+
+
+def test_start_deadline(world: World) -> None:
+    job_id = world.submit(failure={"start_deadline_s": 30})
+    world.turn()
+    world.clock.advance(31)
+    world.turn()
+    assert world.state(job_id) == "STOPPING"
+    assert world.attempt(job_id).stops[0].reason is Reason.SETUP_FAILED
+    world.attempt(job_id).end(Reason.SETUP_FAILED)
+    world.turn()
+    assert world.job(job_id)["reason"] == "setup_failed"
+
+
+def test_case_50_an_entry_point_that_fails_ends_the_job_with_its_error(world: World) -> None:
+    world.launcher.start_error = StartFailed("ModuleNotFoundError: no module named 'worker.actors'")
+    job_id = world.submit()
+    world.turn()
+    job: Any = world.job(job_id)
+    assert (job["state"], job["reason"]) == ("FAILED", "setup_failed")
+    assert "ModuleNotFoundError" in job["message"]
+
+
+def test_case_11_another_control_plane_goes_on_where_the_first_one_ended(world: World) -> None:
+    job_id = world.running()
+    attempt = world.attempt(job_id)
+    attempt.steps(1, 2)
+    world.turn()
+    other = Reconciler(world.database, world.launcher, world.planner, world.clock)
+    attempt.steps(3)
+    other.run_once()
+    progress: Any = world.job(job_id)["progress"]
+    assert progress["step"] == 2  # the first one has the lease
+    world.clock.advance(6)  # and is dead
+    other.run_once()
+    progress = world.job(job_id)["progress"]
+    assert progress["step"] == 3
+    points: Any = world.client.get(f"/v1/jobs/{job_id}/metrics").json()["points"]
+    assert [(point["step"], point["ranks"]) for point in points] == [(1, 2), (2, 2), (3, 2)]
+
+
+def test_reports_that_come_twice_count_once(world: World) -> None:
+    job_id = world.running()
+    attempt = world.attempt(job_id)
+    attempt.steps(1)
+    world.turn()
+    attempt.steps(1, 2)  # the same step under other numbers
+    world.turn(2)
+    points: Any = world.client.get(f"/v1/jobs/{job_id}/metrics").json()["points"]
+    assert [(point["step"], point["ranks"]) for point in points] == [(1, 2), (2, 2)]
+
+
+def test_routes_are_verified_when_every_rank_has_reported(world: World) -> None:
+    job_id = world.running()
+    attempt = world.attempt(job_id)
+    attempt.push(make_report(0, 1))
+    world.turn()
+    assert condition(world, job_id, "RoutesVerified") == {}
+    attempt.push(make_report(1, 1), make_report(0, 2))
+    world.turn()
+    found = condition(world, job_id, "RoutesVerified")
+    assert found["status"] == "True"
+    assert found["data"] == {
+        "attempt": 1, "step": 1, "skipped": 0, "matrices": MATRICES, "planned_matrices": MATRICES,
+        "payload_bytes": 2 * (FORWARD + REDUCE), "planned_bytes": 2 * (FORWARD + REDUCE),
+    }  # fmt: skip
+
+
+def test_newton_schulz_that_did_not_run_is_an_alarm(world: World) -> None:
+    job_id = world.running()
+    world.attempt(job_id).push(make_report(0, 1, matrices=0), make_report(1, 1))
+    world.turn()
+    found = condition(world, job_id, "RoutesVerified")
+    assert found["status"] == "False"
+    assert f"0 matrices orthogonalised, {MATRICES} planned" in found["message"]
+    assert [e["kind"] for e in events(world, job_id)].count("alarm") == 1
+    world.turn(2)
+    assert [e["kind"] for e in events(world, job_id)].count("alarm") == 1
+
+
+def test_a_trip_reaches_running_jobs_and_those_to_come(world: World) -> None:
+    world.launcher.total = Resources(cpus=4)
+    running = world.running()
+    change = {"action": "trip", "reason": "test"}
+    assert world.client.put("/v1/kernels/quack/breaker", json=change).json()["state"] == "forced_open"
+    later = world.submit()
+    world.turn(2)
+    policy = world.attempt(running).policies[-1]
+    assert (policy.epoch, policy.tripped) == (1, {Kernel.QUACK})
+    assert len(world.attempt(running).policies) == 1  # told once
+    start = world.attempt(later).start.kernels
+    assert (start.epoch, start.tripped) == (1, {Kernel.QUACK})
+    assert world.attempt(later).policies == []
+    assert "breaker" in [e["kind"] for e in events(world, running)]
+
+
+def test_a_trip_for_one_job_leaves_the_others(world: World) -> None:
+    one, other = world.running(), world.running()
+    change = {"action": "trip", "reason": "test", "scope": one}
+    world.client.put("/v1/kernels/blocked/breaker", json=change)
+    world.turn()
+    assert world.attempt(one).policies[-1].tripped == {Kernel.BLOCKED}
+    assert world.attempt(other).policies == []
+    world.client.put("/v1/kernels/blocked/breaker", json={"action": "reset", "reason": "fine"})
+    world.turn()
+    assert world.attempt(one).policies[-1].tripped == frozenset()
+    assert world.attempt(one).policies[-1].epoch == 2

@@ -1,0 +1,140 @@
+"""The server as a process: how it ends, what a slow cluster does to it, clients that vanish."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from orchestrator.client import Client, StreamEnd
+from tests.orchestrator.fakes import make_spec
+
+pytestmark = pytest.mark.service
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    url: str
+    token: str
+
+    def client(self) -> Client:
+        return Client(self.url, self.token)
+
+
+Start = Callable[[float], Server]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    servers: list[Server] = []
+
+    def run(delay_s: float) -> Server:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        words = [sys.executable, "-X", "dev", "-m", "tests.orchestrator.serve_fake", str(tmp_path), str(port)]
+        process = subprocess.Popen([*words, str(delay_s)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        url = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and process.poll() is None:
+            try:
+                if httpx.get(f"{url}/healthz", trust_env=False).status_code == 200:
+                    break
+            except httpx.HTTPError:
+                time.sleep(0.1)
+        servers.append(Server(process, url, (tmp_path / "token").read_text().strip()))
+        return servers[-1]
+
+    yield run
+    for server in servers:
+        server.process.kill()
+        server.process.wait()
+
+
+def test_case_6_sigterm_with_an_open_stream(start: Start) -> None:
+    server = start(0.0)
+    with server.client() as client:
+        job = client.submit(make_spec().model_dump_json())
+        items: list[object] = []
+        opened = threading.Event()
+
+        def listen() -> None:
+            for item in client.stream(job.id):
+                items.append(item)
+                opened.set()
+
+        listener = threading.Thread(target=listen)
+        listener.start()
+        assert opened.wait(10)
+        server.process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        output, _ = server.process.communicate(timeout=10)
+        assert time.monotonic() - began < 3
+        listener.join(5)
+    assert server.process.returncode == 0, output
+    assert isinstance(items[-1], StreamEnd) and items[-1].reason == "server_stopping"
+    assert "ended; launcher closed: True; heavy: []" in output
+    assert "Traceback" not in output
+
+
+def test_case_52_a_slow_cluster_does_not_hold_up_the_server(start: Start) -> None:
+    server = start(5.0)
+    with server.client() as client:
+        job = client.submit(make_spec().model_dump_json())
+        times = []
+        with httpx.Client(base_url=server.url, trust_env=False) as plain:
+            until = time.monotonic() + 6
+            while time.monotonic() < until:
+                began = time.monotonic()
+                assert plain.get("/healthz").status_code == 200
+                times.append(time.monotonic() - began)
+                time.sleep(0.05)
+        assert statistics.quantiles(times, n=100)[98] < 0.1
+        assert client.cancel(job.id).state in ("CANCELLED", "STOPPING")
+    server.process.terminate()
+    output, _ = server.process.communicate(timeout=10)
+    slow = re.findall(r"Executing .* took ([\d.]+) seconds", output)  # what asyncio says of calls that block its loop
+    assert not [text for text in slow if float(text) > 0.5], output
+    assert server.process.returncode == 0
+
+
+def test_case_53_clients_that_vanish(start: Start) -> None:
+    server = start(0.0)
+    with server.client() as client:
+        job = client.submit(make_spec().model_dump_json())
+        request = (
+            f"GET /v1/jobs/{job.id}/events HTTP/1.1\r\nHost: x\r\nAccept: text/event-stream\r\n"
+            f"Authorization: Bearer {server.token}\r\n\r\n"
+        ).encode()
+        port = int(server.url.rsplit(":", 1)[1])
+        sockets = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
+        for one in sockets:
+            one.sendall(request)
+        for one in sockets:
+            one.settimeout(10)
+            assert one.recv(20).startswith(b"HTTP/1.1 200")
+        assert _open_streams(server) == 100
+        for one in sockets:
+            one.close()
+        deadline = time.monotonic() + 2
+        while _open_streams(server) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert _open_streams(server) == 0
+        assert client.jobs().jobs
+
+
+def _open_streams(server: Server) -> int:
+    answer = httpx.get(f"{server.url}/readyz", trust_env=False)
+    return int(answer.json()["open_streams"])

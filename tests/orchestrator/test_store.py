@@ -1,0 +1,186 @@
+"""Laws of the store: one table of moves, idempotent appends, writers that wait for each other."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import func, select
+
+from orchestrator.errors import IdempotencyMismatch, IdempotencyRunning, LeaseLost, StaleWrite, StoreUnusable
+from orchestrator.store import database as database_module
+from orchestrator.store.attempts import append_batch, attempt_by_id, new_attempt, reports_at, totals_of
+from orchestrator.store.database import Database
+from orchestrator.store.idempotency import Answer, KeyedRequest, begin, finish
+from orchestrator.store.jobs import events_after, find_job, submit_job
+from orchestrator.store.leases import acquire, release
+from orchestrator.store.models import Base, Event, Job, RankReportRow
+from orchestrator.store.transitions import LEASE, Guard, change_state, locked_job
+from tests.orchestrator.fakes import make_report, make_spec
+from worker.contract.messages import Entry, PollBatch
+from worker.contract.states import TRANSITIONS, IllegalTransition, JobState, Reason
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Database:
+    found = Database(f"sqlite:///{tmp_path / 'x.db'}")
+    found.migrate()
+    return found
+
+
+def submitted(database: Database) -> Job:
+    with database.write() as session:
+        return submit_job(session, make_spec(), now=1.0)
+
+
+def test_migration_makes_the_tables_of_the_models(database: Database) -> None:
+    database.migrate()  # again: nothing happens
+    with database.engine.connect() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
+
+
+def test_settings_of_sqlite_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(database_module._PRAGMAS, "page_size", 12345)
+    with pytest.raises(StoreUnusable, match="page_size"):
+        Database(f"sqlite:///{tmp_path / 'y.db'}").migrate()
+
+
+@pytest.mark.parametrize("old", list(JobState))
+@pytest.mark.parametrize("new", list(JobState))
+def test_only_moves_of_the_table_are_made(database: Database, old: JobState, new: JobState) -> None:
+    job = submitted(database)
+    with database.write() as session:
+        locked_job(session, job.id).state = old
+    if new in TRANSITIONS[old]:
+        with database.write() as session:
+            change_state(session, job.id, new, guard=Guard(1), now=2.0)
+        expected, number = new, 2
+    else:
+        with pytest.raises(IllegalTransition), database.write() as session:
+            change_state(session, job.id, new, guard=Guard(1), now=2.0)
+        expected, number = old, 1
+    with database.read() as session:
+        found = find_job(session, job.id)
+        assert (found.state, found.version) == (expected, number)
+        assert len(events_after(session, job.id, 0, 10)) == number
+        assert (found.finished_at is not None) == (number == 2 and new.terminal)
+
+
+def test_a_write_that_was_decided_on_an_old_row_is_refused(database: Database) -> None:
+    job = submitted(database)
+    with database.write() as session:
+        change_state(session, job.id, JobState.QUEUED, guard=Guard(1), now=2.0)
+    with pytest.raises(StaleWrite), database.write() as session:
+        change_state(session, job.id, JobState.CANCELLED, guard=Guard(1), now=2.0, reason=Reason.CANCELLED)
+
+
+def test_cancel_and_finish_at_the_same_moment_leave_one_end(database: Database) -> None:
+    job = submitted(database)
+    with database.write() as session:
+        locked_job(session, job.id).state = JobState.STOPPING
+    barrier, errors = threading.Barrier(2), []
+
+    def end(new: JobState) -> None:
+        barrier.wait()
+        try:
+            with database.write() as session:
+                change_state(session, job.id, new, guard=Guard(1), now=2.0)
+        except StaleWrite as error:
+            errors.append(error)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(end, (JobState.CANCELLED, JobState.SUCCEEDED)))
+    assert len(errors) == 1
+    with database.read() as session:
+        assert session.scalar(select(func.count()).select_from(Event).where(Event.kind == "state")) == 1
+
+
+def test_the_lease_guards_writes(database: Database) -> None:
+    job = submitted(database)
+    with database.write() as session:
+        assert acquire(session, LEASE, "a", now=0.0, duration_s=5.0)
+        assert not acquire(session, LEASE, "b", now=4.0, duration_s=5.0)
+    with database.write() as session:
+        assert acquire(session, LEASE, "b", now=6.0, duration_s=5.0)
+    with pytest.raises(LeaseLost), database.write() as session:
+        change_state(session, job.id, JobState.QUEUED, guard=Guard(1, "a"), now=6.0)
+    with database.write() as session:
+        release(session, LEASE, "a")  # not its own
+        change_state(session, job.id, JobState.QUEUED, guard=Guard(1, "b"), now=6.0)
+
+
+def test_appending_is_idempotent(database: Database) -> None:
+    job = submitted(database)
+    entries = tuple(
+        Entry(seq=number + 1, body=make_report(rank, step))
+        for number, (step, rank) in enumerate((s, k) for s in (1, 2, 3) for k in (0, 1))
+    )
+    with database.write() as session:
+        attempt_id = new_attempt(session, locked_job(session, job.id), now=2.0, epoch=0).id
+    counts = []
+    for part in (entries[:3], entries[:4], entries[2:], entries):
+        with database.write() as session:
+            batch = PollBatch(entries=part, dropped=7, alive_ranks=2, ended=False)
+            row = attempt_by_id(session, attempt_id)
+            counts.append(append_batch(session, locked_job(session, job.id), row, batch))
+    assert counts == [3, 1, 2, 0]
+    with database.read() as session:
+        assert session.scalar(select(func.count()).select_from(RankReportRow)) == 6
+        assert [report.rank for report in reports_at(session, attempt_id, 3)] == [0, 1]
+        totals = totals_of(session, [attempt_id])[attempt_id]
+        assert {rank: report.step for rank, report in totals.items()} == {0: 3, 1: 3}
+        assert attempt_by_id(session, attempt_id).dropped == 7
+
+
+def test_a_loss_that_is_no_number_survives(database: Database) -> None:
+    job = submitted(database)
+    with database.write() as session:
+        row = new_attempt(session, locked_job(session, job.id), now=2.0, epoch=0)
+        entry = Entry(seq=1, body=make_report(0, 1, loss=float("nan")))
+        batch = PollBatch(entries=(entry,), dropped=0, alive_ranks=1, ended=False)
+        append_batch(session, locked_job(session, job.id), row, batch)
+        attempt_id = row.id
+    with database.read() as session:
+        assert str(totals_of(session, [attempt_id])[attempt_id][0].loss) == "nan"
+
+
+def test_case_7_many_writers_that_read_first(database: Database) -> None:
+    def submit_and_claim(number: int) -> str:
+        with database.write() as session:
+            assert session.scalar(select(func.count()).select_from(Job)) is not None
+            job = submit_job(session, make_spec(), now=float(number))
+        with database.write() as session:
+            row = locked_job(session, job.id)
+            change_state(session, job.id, JobState.QUEUED, guard=Guard(row.version), now=float(number))
+        return job.id
+
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(submit_and_claim, range(50)))
+    assert len(set(found)) == 50
+
+
+def test_idempotency_keys(database: Database) -> None:
+    request = KeyedRequest.of("me", "POST /v1/jobs", "k", "", b"body")
+    other = KeyedRequest.of("me", "POST /v1/jobs", "k", "", b"other")
+    with database.write() as session:
+        assert begin(session, request, now=1.0) is None
+    with pytest.raises(IdempotencyRunning), database.write() as session:
+        begin(session, request, now=2.0)
+    with pytest.raises(IdempotencyMismatch), database.write() as session:
+        begin(session, other, now=2.0)
+    with database.write() as session:
+        finish(session, request, Answer(201, "{}"))
+    with database.write() as session:
+        assert begin(session, request, now=3.0) == Answer(201, "{}")
+
+
+def test_a_key_whose_server_died_is_freed(database: Database) -> None:
+    request = KeyedRequest.of("me", "POST /v1/plans", "k", "", b"body")
+    with database.write() as session:
+        begin(session, request, now=1.0)
+    with database.write() as session:
+        assert begin(session, request, now=1000.0) is None
