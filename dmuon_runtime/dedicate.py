@@ -19,7 +19,7 @@ from dmuon_runtime.partition import CostModel, OwnerStrategy
 from dmuon_runtime.plan import RuntimePlan
 from dmuon_runtime.planning import PlanOptions, Predicate, ProcessGroupPolicy, build_plan
 from dmuon_runtime.policy import RouteHintFn
-from dmuon_runtime.runtime import Runtime, has_runtime, register_runtime
+from dmuon_runtime.runtime import Runtime, names_under_a_runtime, register_runtime
 from dmuon_runtime.schedule import Schedule
 from dmuon_runtime.transport import Transport
 from dmuon_runtime.unit import Unit
@@ -110,9 +110,9 @@ def _refuse_replicas(replicate_mesh: DeviceMesh | None) -> None:
 
 
 def _refuse_second(model: nn.Module) -> None:
-    taken = [name for name, module in model.named_modules() if has_runtime(module)]
+    taken = names_under_a_runtime(model)
     if taken:
-        where = ", ".join(name or "the model itself" for name in taken)
+        where = ", ".join(taken)
         raise AlreadyDedicated(
             f"already under the runtime: {where}; call dedicate_params once, on the whole model", taken
         )

@@ -9,7 +9,7 @@ from typing import Literal, cast, overload
 import torch
 from torch import Tensor, nn
 
-from dmuon_runtime.adamw import AdamWSettings, AdamWTensors, adamw_update, apply_change
+from dmuon_runtime.adamw import AdamWSettings, AdamWTensors, adamw_update, apply_change, gated_factor
 from dmuon_runtime.errors import NonFiniteGradient, SettingError, UnmanagedParameters
 from dmuon_runtime.groups import GroupDefaults, build_groups
 from dmuon_runtime.matrices import matrix_blocks
@@ -44,6 +44,7 @@ class Muon(torch.optim.Optimizer):
     schedulers keep the ratio. State exists from construction, for what this rank owns. A parameter for which no
     rank had a gradient is left alone: no momentum, no decay. ``non_finite`` says what an infinite or NaN gradient does:
     ``skip`` leaves all weights and state as they are, ``raise`` raises :class:`NonFiniteGradient` on all ranks.
+    ``replicate_async`` concerns replicas, of which one shard mesh has none.
     """
 
     def __init__(
@@ -201,7 +202,7 @@ class Muon(torch.optim.Optimizer):
             buffer.mul_(momentum).add_(gradient)
         else:
             gradient = torch.where(gate > 0, gradient, 0.0)
-            buffer.mul_(torch.where(gate > 0, momentum, 1.0).to(buffer.dtype)).add_(gradient)
+            buffer.mul_(gated_factor(momentum, gate, buffer.dtype)).add_(gradient)
         return gradient.add(buffer, alpha=momentum) if self.nesterov else buffer
 
 

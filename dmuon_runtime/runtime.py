@@ -1,11 +1,11 @@
-"""What a dedicated model carries: its plan, transport, units and schedule, found again by the model object."""
+"""What a dedicated model carries: its plan, transport, units and schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 from torch import nn
 
@@ -16,7 +16,15 @@ from dmuon_runtime.plan import RuntimePlan
 from dmuon_runtime.schedule import Schedule
 from dmuon_runtime.transport import Transport
 
-__all__ = ["Runtime", "find_runtime", "get_counters", "get_plan", "no_sync", "register_runtime"]
+__all__ = [
+    "Runtime",
+    "find_runtime",
+    "get_counters",
+    "get_plan",
+    "names_under_a_runtime",
+    "no_sync",
+    "register_runtime",
+]
 
 
 @dataclass(frozen=True)
@@ -32,23 +40,27 @@ class Runtime:
     watch: BackwardWatch
 
 
-_RUNTIMES: WeakKeyDictionary[nn.Module, Runtime] = WeakKeyDictionary()
+_ATTRIBUTE = "_dmuon_runtime"
+_MODELS: WeakSet[nn.Module] = WeakSet()
+"""Dedicated models that are alive. The runtime hangs on its model, not on this set, so that both can be collected."""
 
 
 def register_runtime(model: nn.Module, runtime: Runtime) -> None:
     """Remember the runtime of ``model``."""
-    _RUNTIMES[model] = runtime
+    setattr(model, _ATTRIBUTE, runtime)
+    _MODELS.add(model)
 
 
-def has_runtime(model: nn.Module) -> bool:
-    """Tell whether ``model`` was dedicated."""
-    return model in _RUNTIMES
+def names_under_a_runtime(model: nn.Module) -> list[str]:
+    """Return names of the parameters of ``model`` that a runtime already has, under this or another model."""
+    taken = {id(parameter) for other in _MODELS for parameter in find_runtime(other).parameters}
+    return [name for name, parameter in model.named_parameters() if id(parameter) in taken]
 
 
 def find_runtime(model: nn.Module) -> Runtime:
     """Return the runtime of ``model``; raises :class:`NotDedicated`."""
-    runtime = _RUNTIMES.get(model)
-    if runtime is None:
+    runtime = getattr(model, _ATTRIBUTE, None)
+    if not isinstance(runtime, Runtime):
         raise NotDedicated(
             f"{type(model).__name__} is not under the runtime; call dedicate_params(model, mesh, predicate) on this "
             "very object first (not on a part or a copy of it)"

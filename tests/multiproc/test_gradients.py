@@ -78,7 +78,7 @@ def _with_evaluation(model: nn.Module, step: int, rank: int) -> None:
         for _ in range(1 + rank):
             lm_loss(model, batch(step, rank, 7))
     _one(model, step, rank)
-    with torch.no_grad():
+    with torch.inference_mode():
         lm_loss(model, batch(step, rank, 8), (1, 0, 2))
 
 
