@@ -1,1 +1,90 @@
 """The distributed Muon runtime: routing, ownership, communication, kernels and state. Depends on torch alone."""
+
+from dmuon_runtime.clip import clip_grad_norm_
+from dmuon_runtime.coefficients import KELLER_JORDAN_COEFFICIENTS, POLAR_EXPRESS_COEFFICIENTS, YOU_COEFFICIENTS
+from dmuon_runtime.counters import CommCount, Counters, CountersSnapshot
+from dmuon_runtime.dedicate import dedicate_params, plan_params
+from dmuon_runtime.errors import (
+    AlreadyDedicated,
+    BoundaryError,
+    CallMismatch,
+    DMuonError,
+    DtypeConflict,
+    MeshError,
+    NonFiniteGradient,
+    NotDedicated,
+    NothingMatched,
+    ParamGroupError,
+    PlanMismatch,
+    PolicyError,
+    RouteRefused,
+    SettingError,
+    StateMismatch,
+    UnmanagedParameters,
+    UnsupportedFeature,
+)
+from dmuon_runtime.kernels import get_backend_status, get_ns_backend
+from dmuon_runtime.muon import Muon
+from dmuon_runtime.newton_schulz import (
+    NewtonSchulz,
+    direct_newton_schulz,
+    gram_newton_schulz,
+    newton_schulz,
+    orthogonality_error,
+)
+from dmuon_runtime.outcome import StepOutcome
+from dmuon_runtime.plan import BucketPlan, ParameterPlan, RankPlan, RuntimePlan, Traffic, UnitPlan
+from dmuon_runtime.runtime import get_counters, get_plan, no_sync
+from dmuon_runtime.state import get_model_state_dict, set_model_state_dict
+from dmuon_runtime.summaries import summarize_comm_plan, summarize_param_groups
+
+__all__ = [
+    "KELLER_JORDAN_COEFFICIENTS",
+    "POLAR_EXPRESS_COEFFICIENTS",
+    "YOU_COEFFICIENTS",
+    "AlreadyDedicated",
+    "BoundaryError",
+    "BucketPlan",
+    "CallMismatch",
+    "CommCount",
+    "Counters",
+    "CountersSnapshot",
+    "DMuonError",
+    "DtypeConflict",
+    "MeshError",
+    "Muon",
+    "NewtonSchulz",
+    "NonFiniteGradient",
+    "NotDedicated",
+    "NothingMatched",
+    "ParamGroupError",
+    "ParameterPlan",
+    "PlanMismatch",
+    "PolicyError",
+    "RankPlan",
+    "RouteRefused",
+    "RuntimePlan",
+    "SettingError",
+    "StateMismatch",
+    "StepOutcome",
+    "Traffic",
+    "UnitPlan",
+    "UnmanagedParameters",
+    "UnsupportedFeature",
+    "clip_grad_norm_",
+    "dedicate_params",
+    "direct_newton_schulz",
+    "get_backend_status",
+    "get_counters",
+    "get_model_state_dict",
+    "get_ns_backend",
+    "get_plan",
+    "gram_newton_schulz",
+    "newton_schulz",
+    "no_sync",
+    "orthogonality_error",
+    "plan_params",
+    "set_model_state_dict",
+    "summarize_comm_plan",
+    "summarize_param_groups",
+]  # fmt: skip

@@ -1,12 +1,17 @@
 """The two forms of the Newton-Schulz iteration, on normalised matrices.
 
 Shape suffixes: B batch of matrices, N short side, M long side. A long operand is kept in the layout it came in, tall or
-wide, and multiplied from its short side; nothing is transposed in memory.
+wide, and multiplied from its short side; nothing is transposed in memory. A symmetric right operand is passed as its
+own transpose, the same numbers: a kernel that reads rows of B^T then finds them contiguous.
 
 Note "Why the products are split so". In the Gram form everything but the last product is a polynomial of R = X X^T.
 With z = b r + c r^2, a step takes q to q z + a q and r to r h^2, where h = z + a. The identity is never added to z:
 in half precision ``a q`` must be added in the accumulator of the product, not rounded into z first. A restart applies Q
-to X and forms R anew from the rounded X, which removes what R and Q have drifted apart.
+to X and forms R anew from the rounded X, which removes what R and Q have drifted apart. Only where no product comes
+first (a segment's first Q, and the direct form, which rounds X anew in every step) is ``a`` added to a diagonal.
+
+Note "The last product is the caller's". It reads the last X and Q and writes the result: outside a captured graph it
+can write to fresh memory in the dtype that was asked for, and no copy is needed.
 """
 
 from __future__ import annotations
@@ -17,10 +22,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dmuon_runtime._elementwise import add_identity
 from dmuon_runtime.coefficients import Triple
 from dmuon_runtime.kernels import SymmetricKernel
 
-__all__ = ["decide_algorithm", "direct_iteration", "gram_iteration", "ns_flops"]
+__all__ = ["Long", "decide_algorithm", "direct_iteration", "gram_iteration", "ns_flops"]
 
 
 def ns_flops(
@@ -47,7 +53,7 @@ def decide_algorithm(short_dim: int, long_dim: int, steps: int, num_restarts: in
 
 
 @dataclass(slots=True)
-class _Long:
+class Long:
     """One stack of matrices of a group, [B, N, M] or, when ``tall``, [B, M, N]; ``rows`` is its place in the group."""
 
     x: Tensor
@@ -59,21 +65,20 @@ class _Long:
         left, right = (self.x.mT, self.x) if self.tall else (self.x, self.x.mT)
         kernel.symmetric(left, right, out=out[self.rows], algorithm=algorithm)
 
+    def operands(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the factors whose product is ``Q X`` of the wide reading; ``q`` is [B, N, N] and symmetric."""
+        return (self.x, q[self.rows]) if self.tall else (q[self.rows], self.x)
+
     def multiply(self, q: Tensor) -> None:
-        """Replace X by ``Q X`` of the wide reading; ``q`` is [B, N, N] and symmetric."""
-        self.x = torch.bmm(self.x, q[self.rows]) if self.tall else torch.bmm(q[self.rows], self.x)
-
-    def multiply_add(self, q: Tensor, a: float) -> None:
-        """Replace X by ``Q X + a X``."""
-        left, right = (self.x, q[self.rows]) if self.tall else (q[self.rows], self.x)
-        self.x = torch.baddbmm(self.x, left, right, beta=a)
+        """Replace X by ``Q X`` of the wide reading."""
+        self.x = torch.bmm(*self.operands(q))
 
 
-def _stack(matrices: Sequence[Tensor]) -> tuple[list[_Long], Tensor]:
+def _stack(matrices: Sequence[Tensor]) -> tuple[list[Long], Tensor]:
     """Give each [b, rows, cols] its place, and make room for the common [B, N, N]."""
     longs, begin = [], 0
     for x in matrices:
-        longs.append(_Long(x, x.shape[1] > x.shape[2], slice(begin, begin + x.shape[0])))
+        longs.append(Long(x, x.shape[1] > x.shape[2], slice(begin, begin + x.shape[0])))
         begin += x.shape[0]
     short_dim = min(matrices[0].shape[1:])
     return longs, matrices[0].new_empty(begin, short_dim, short_dim)
@@ -81,12 +86,15 @@ def _stack(matrices: Sequence[Tensor]) -> tuple[list[_Long], Tensor]:
 
 def gram_iteration(
     matrices: Sequence[Tensor], coefficients: Sequence[Triple], restarts: Sequence[int], kernel: SymmetricKernel
-) -> list[Tensor]:
-    """Orthogonalise stacks that share a short side; the N x N products run once for all of them.
+) -> tuple[list[Long], Tensor]:
+    """Iterate on stacks that share a short side; the N x N products run once for all of them.
 
     Args:
         matrices: stacks [b, rows, cols] with equal ``min(rows, cols)``, dtype and device, normalised; not modified.
         restarts: steps (0-based, at least 1) before which Q is applied and R formed anew.
+
+    Returns:
+        The stacks and the last Q, [B, N, N]: ``Q X`` of each stack is its result.
     """
     longs, r = _stack(matrices)
     last, q = len(coefficients) - 1, None
@@ -97,33 +105,29 @@ def gram_iteration(
                     long.multiply(q)
                 long.gram(kernel, r, "gram")
             q = None
-        z = kernel.symmetric(r, r, r, alpha=c, beta=b)
+        z = kernel.symmetric(r, r.mT, r, alpha=c, beta=b)
         if step < last and step + 1 not in restarts:
-            rh = kernel.symmetric(r, z, r, beta=a)
-            r_next = kernel.symmetric(rh, z, rh, beta=a)
+            rh = kernel.symmetric(r, z.mT, r, beta=a)
+            r_next = kernel.symmetric(rh, z.mT, rh, beta=a)
         else:
             r_next = r
-        if q is None:
-            q = z  # z is not read again
-            q.diagonal(dim1=-2, dim2=-1).add_(a)
-        else:
-            q = kernel.symmetric(q, z, q, beta=a)
+        q = add_identity(z, a) if q is None else kernel.symmetric(q, z.mT, q, beta=a)
         r = r_next
     assert q is not None, "no steps"
-    for long in longs:
-        long.multiply(q)
-    return [long.x for long in longs]
+    return longs, q
 
 
 def direct_iteration(
     matrices: Sequence[Tensor], coefficients: Sequence[Triple], kernel: SymmetricKernel
-) -> list[Tensor]:
-    """Orthogonalise stacks that share a short side by the classic form: ``X <- a X + (b A + c A^2) X, A = X X^T``."""
+) -> tuple[list[Long], Tensor]:
+    """Iterate by the classic form, ``X <- (a I + b A + c A^2) X`` with ``A = X X^T``; returns as the Gram form does."""
     longs, gram = _stack(matrices)
+    q = None
     for a, b, c in coefficients:
         for long in longs:
+            if q is not None:
+                long.multiply(q)
             long.gram(kernel, gram, "direct")
-        polynomial = kernel.symmetric(gram, gram, gram, alpha=c, beta=b, algorithm="direct")
-        for long in longs:
-            long.multiply_add(polynomial, a)
-    return [long.x for long in longs]
+        q = add_identity(kernel.symmetric(gram, gram.mT, gram, alpha=c, beta=b, algorithm="direct"), a)
+    assert q is not None, "no steps"
+    return longs, q

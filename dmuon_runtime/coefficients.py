@@ -100,12 +100,23 @@ def coefficients_for(coefficients: tuple[Triple, ...], steps: int) -> tuple[Trip
     """Return exactly ``steps`` triples.
 
     Polar Express is solved anew for another number of steps; any other set is cut, or its last triple repeated.
+
+    Raises:
+        CoefficientError: the repeated triple makes the set diverge.
     """
     if len(coefficients) == steps:
         return coefficients
     if coefficients == POLAR_EXPRESS_COEFFICIENTS:
         return polar_express(steps)
-    return coefficients[:steps] + coefficients[-1:] * (steps - len(coefficients))
+    return _fitted(coefficients, steps)
+
+
+@lru_cache(maxsize=64)
+def _fitted(coefficients: tuple[Triple, ...], steps: int) -> tuple[Triple, ...]:
+    fitted = coefficients[:steps] + coefficients[-1:] * (steps - len(coefficients))
+    if steps > len(coefficients):
+        _refuse_divergence(fitted)
+    return fitted
 
 
 @lru_cache(maxsize=64)

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["LEDGER", "Ledger", "NsCount", "snapshot"]
+__all__ = ["LEDGER", "Launches", "Ledger", "NsCount", "snapshot"]
 
 Key = tuple[str, str]
+Launches = dict[Key, int]
+"""Launches by (kernel, algorithm)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +44,29 @@ class Ledger:
         self._lock = threading.Lock()
         self._counts: dict[Key, NsCount] = {}
         self._pending: deque[tuple[Key, torch.Event, torch.Event]] = deque()
+        self._recording: Launches | None = None
 
     def count_launch(self, kernel: str, algorithm: str) -> None:
         """Count one symmetric product, after its launch returned."""
-        self._add((kernel, algorithm), launches=1)
+        if self._recording is not None:
+            self._recording[kernel, algorithm] = self._recording.get((kernel, algorithm), 0) + 1
+        else:
+            self._add((kernel, algorithm), launches=1)
+
+    @contextmanager
+    def recording(self) -> Iterator[Launches]:
+        """Collect launches instead of counting them: those of a graph that is being captured have not run yet."""
+        assert self._recording is None, "two graphs are captured at once"
+        self._recording = {}
+        try:
+            yield self._recording
+        finally:
+            self._recording = None
+
+    def add_launches(self, launches: Launches) -> None:
+        """Count what the replay of a captured graph launched."""
+        for key, number in launches.items():
+            self._add(key, launches=number)
 
     @contextmanager
     def orthogonalising(self, kernel: str, algorithm: str, num_matrices: int, device: torch.device) -> Iterator[None]:

@@ -7,15 +7,20 @@ make its longer mantissa worth more than bfloat16's range) and in float32 on a C
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
-from dmuon_runtime._ns_iterations import decide_algorithm, direct_iteration, gram_iteration
+from dmuon_runtime._elementwise import normalize_into
+from dmuon_runtime._last_product import last_product
+from dmuon_runtime._ns_graphs import Captured, GraphCache, Unfinished
+from dmuon_runtime._ns_iterations import Long, decide_algorithm, direct_iteration, gram_iteration
 from dmuon_runtime.coefficients import POLAR_EXPRESS_COEFFICIENTS, Triple, coefficients_for, validate_coefficients
 from dmuon_runtime.kernels import KERNELS
 from dmuon_runtime.kernels._registry import (
@@ -35,7 +40,6 @@ __all__ = [
 
 Backend = Literal["gram", "direct"]
 BACKENDS: Final = ("gram", "direct")
-_GroupKey = tuple[torch.device, torch.dtype, int, int, str, str]
 
 
 def default_restarts(steps: int) -> tuple[int, ...]:
@@ -85,6 +89,7 @@ class NewtonSchulz:
             )
         self.coefficients = POLAR_EXPRESS_COEFFICIENTS if coefficients is None else validate_coefficients(coefficients)
         self.restart_iterations = None if restart_iterations is None else _checked_restarts(restart_iterations)
+        self._graphs = GraphCache()
 
     def __repr__(self) -> str:
         return f"NewtonSchulz(backend={self.backend!r}, kernel={self.choice.name!r})"
@@ -129,52 +134,119 @@ class NewtonSchulz:
         """
         _refuse_non_matrices(matrices)
         coefficients, restarts = self.plan(steps)
+        recipe = _Recipe(coefficients, restarts)
         results = [g.new_zeros(g.shape) if g.numel() == 0 else g for g in matrices]
-        groups: defaultdict[_GroupKey, list[int]] = defaultdict(list)
+        groups: defaultdict[_Group, list[int]] = defaultdict(list)
         for index, g in enumerate(matrices):
             if g.numel():
-                groups[self._group_key(g, steps, len(restarts))].append(index)
-        for key, members in groups.items():
-            stacks = [matrices[index] for index in members]
-            for index, result in zip(members, _run_group(key, stacks, coefficients, restarts), strict=True):
+                groups[self._group_of(g, steps, len(restarts))].append(index)
+        for group, members in groups.items():
+            done = self._run_group(group, recipe, [matrices[index] for index in members])
+            for index, result in zip(members, done, strict=True):
                 results[index] = result
         return results
 
-    def _group_key(self, g: Tensor, steps: int, num_restarts: int) -> _GroupKey:
+    def _group_of(self, g: Tensor, steps: int, num_restarts: int) -> _Group:
         short_dim, long_dim = sorted(g.shape[-2:])
         dtype = _compute_dtype(g)
         kernel = active_kernel(self.choice, g.device)
         if not kernel.serves(short_dim, long_dim, dtype):
             kernel = CUBLAS
         algorithm: str = self.backend
-        if algorithm == "gram" and g.device.type == "cpu":
-            algorithm = decide_algorithm(short_dim, long_dim, steps, num_restarts, kernel.product_share)
-        shared_long_dim = 0 if algorithm == "gram" else long_dim
-        return (g.device, dtype, short_dim, shared_long_dim, kernel.name, algorithm)
-
-
-def _run_group(
-    key: _GroupKey, tensors: Sequence[Tensor], coefficients: Sequence[Triple], restarts: Sequence[int]
-) -> list[Tensor]:
-    device, dtype, _, _, kernel_name, algorithm = key
-    kernel = KERNELS[kernel_name]
-    num_matrices = sum(g[..., 0, 0].numel() for g in tensors)
-    with LEDGER.orthogonalising(kernel_name, algorithm, num_matrices, device):
-        by_shape: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
-        for index, g in enumerate(tensors):
-            by_shape[tuple(g.shape[-2:])].append(index)
-        stacks = [
-            torch.cat([_normalised(tensors[index]).to(dtype) for index in members]) for members in by_shape.values()
-        ]
         if algorithm == "gram":
-            done = gram_iteration(stacks, coefficients, restarts, kernel)
-        else:
-            done = direct_iteration(stacks, coefficients, kernel)
-        results: dict[int, Tensor] = {}
-        for members, stack in zip(by_shape.values(), done, strict=True):
-            parts = torch.split(stack, [tensors[index][..., 0, 0].numel() for index in members])
-            for index, part in zip(members, parts, strict=True):
-                results[index] = part.reshape(tensors[index].shape).to(tensors[index].dtype)
+            share = kernel.product_share
+            algorithm = decide_algorithm(short_dim, long_dim, steps, num_restarts, share)
+        return _Group(g.device, dtype, short_dim, 0 if algorithm == "gram" else long_dim, kernel.name, algorithm)
+
+    def _run_group(self, group: _Group, recipe: _Recipe, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Normalise, iterate (in a graph on CUDA) and cast back; the order of ``tensors`` is kept."""
+        members = _by_shape(tensors)
+        shapes = tuple((sum(_num_matrices(tensors[i]) for i in same), *shape) for shape, same in members.items())
+        num_matrices = sum(shape[0] for shape in shapes)
+        with LEDGER.orthogonalising(group.kernel, group.algorithm, num_matrices, group.device):
+            key = (group, recipe, shapes, torch.are_deterministic_algorithms_enabled())
+            captured = self._graph(key, group, recipe, shapes) if group.device.type == "cuda" else None
+            stacks = captured.inputs if captured else [_empty(shape, group) for shape in shapes]
+            for same, stack in zip(members.values(), stacks, strict=True):
+                _fill(stack, [tensors[index] for index in same])
+            longs, q = recipe.run(group, stacks) if captured is None else captured.replay()
+            return _finish(longs, q, members, tensors)
+
+    def _graph(
+        self, key: Hashable, group: _Group, recipe: _Recipe, shapes: Sequence[tuple[int, int, int]]
+    ) -> Captured | None:
+        """Return the graph of a group that has run before, captured now if need be; None for the first run."""
+        found = self._graphs.find(key)
+        if found is None and self._graphs.worth_capturing(key):
+            inputs = self._graphs.inputs(shapes, group.dtype, group.device)
+            found = self._graphs.capture(key, inputs, lambda stacks: recipe.run(group, stacks))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Matrices that go through one sequence of launches: everything that could change that work."""
+
+    device: torch.device
+    dtype: torch.dtype
+    short_dim: int
+    long_dim: int
+    """0 where matrices of different long sides share the group."""
+    kernel: str
+    algorithm: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """The polynomial: coefficients and restarts."""
+
+    coefficients: tuple[Triple, ...]
+    restarts: tuple[int, ...]
+
+    def run(self, group: _Group, stacks: Sequence[Tensor]) -> Unfinished:
+        """Iterate on normalised stacks [b, rows, cols]."""
+        kernel = KERNELS[group.kernel]
+        if group.algorithm == "gram":
+            return gram_iteration(stacks, self.coefficients, self.restarts, kernel)
+        return direct_iteration(stacks, self.coefficients, kernel)
+
+
+def _num_matrices(g: Tensor) -> int:
+    return math.prod(g.shape[:-2])
+
+
+def _by_shape(tensors: Sequence[Tensor]) -> dict[tuple[int, int], list[int]]:
+    members: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for index, g in enumerate(tensors):
+        members[g.shape[-2], g.shape[-1]].append(index)
+    return members
+
+
+def _empty(shape: tuple[int, int, int], group: _Group) -> Tensor:
+    return torch.empty(shape, dtype=group.dtype, device=group.device)
+
+
+def _fill(stack: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Write ``tensors`` [..., m, n], normalised, one after the other to ``stack`` [b, m, n]."""
+    begin = 0
+    for g in tensors:
+        end = begin + _num_matrices(g)
+        normalize_into(g, stack[begin:end])
+        begin = end
+
+
+def _finish(
+    longs: Sequence[Long], q: Tensor, members: Mapping[tuple[int, int], Sequence[int]], tensors: Sequence[Tensor]
+) -> list[Tensor]:
+    """Do the last product of each stack and cut the results into tensors like the inputs."""
+    results: dict[int, Tensor] = {}
+    for same, long in zip(members.values(), longs, strict=True):
+        dtypes = {tensors[index].dtype for index in same}
+        stack = last_product(*long.operands(q), dtypes.pop() if len(dtypes) == 1 else long.x.dtype)
+        parts = torch.split(stack, [_num_matrices(tensors[index]) for index in same])
+        for index, part in zip(same, parts, strict=True):
+            like = tensors[index]
+            results[index] = part.reshape(like.shape).to(like.dtype)
     return [results[index] for index in range(len(tensors))]
 
 
@@ -182,19 +254,6 @@ def _compute_dtype(g: Tensor) -> torch.dtype:
     if g.device.type == "cuda":
         return torch.float16
     return torch.float64 if g.dtype == torch.float64 else torch.float32
-
-
-def _normalised(g: Tensor) -> Tensor:
-    """Return [b, m, n] with Frobenius norm 1 each, in float32 or float64; zeros stay zeros, NaN and infinity turn NaN.
-
-    The largest magnitude is divided out first, since squares of elements below 1e-19 or above 1e19 leave float32.
-    """
-    x = g.reshape(-1, *g.shape[-2:])
-    x = x if x.dtype == torch.float64 else x.float()
-    largest = x.abs().amax(dim=(-2, -1), keepdim=True)
-    x = x / torch.where(largest == 0, 1.0, largest)
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    return x / torch.where(norm == 0, 1.0, norm)
 
 
 def _refuse_non_matrices(matrices: Sequence[Tensor]) -> None:

@@ -2,9 +2,15 @@
 
 from dmuon_runtime.kernels import syrk_quack
 from dmuon_runtime.kernels._base import KernelUnavailable, SymmetricKernel
-from dmuon_runtime.kernels._registry import KERNEL_NAMES, KERNELS, get_backend_status, get_ns_backend
+from dmuon_runtime.kernels._registry import (
+    KERNEL_NAMES,
+    KERNELS,
+    default_device,
+    get_backend_status,
+    get_ns_backend,
+)
 
 __all__ = [
-    "KERNELS", "KERNEL_NAMES", "KernelUnavailable", "SymmetricKernel", "get_backend_status", "get_ns_backend",
-    "syrk_quack",
+    "KERNELS", "KERNEL_NAMES", "KernelUnavailable", "SymmetricKernel", "default_device", "get_backend_status",
+    "get_ns_backend", "syrk_quack",
 ]  # fmt: skip

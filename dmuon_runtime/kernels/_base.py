@@ -41,6 +41,10 @@ class SymmetricKernel(ABC):
     def available(self, device: torch.device) -> tuple[bool, str]:
         """Return whether it can run on ``device``, and what it is or what to install."""
 
+    def fits(self, device: torch.device) -> bool:
+        """Return whether ``auto`` may choose it on ``device``."""
+        return self.available(device)[0]
+
     def serves(self, short_dim: int, long_dim: int, dtype: torch.dtype) -> bool:
         """Return whether matrices of this size and compute dtype may go to it."""
         return True

@@ -75,8 +75,8 @@ def decide_choice(argument: str, environment: str | None, deterministic: bool) -
 def active_kernel(choice: KernelChoice, device: torch.device) -> SymmetricKernel:
     """Return what runs now on ``device``; a named kernel that was switched off gives way to ``cublas``, logged once."""
     if choice.name == AUTO:
-        usable = (name for name in _DETECTION_ORDER if KERNELS[name].available(device)[0])
-        return KERNELS[next(usable, CUBLAS.name)]
+        fitting = (name for name in _DETECTION_ORDER if KERNELS[name].fits(device))
+        return KERNELS[next(fitting, CUBLAS.name)]
     kernel = KERNELS[choice.name]
     ok, detail = kernel.available(device)
     if ok:

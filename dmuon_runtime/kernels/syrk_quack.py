@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from dmuon_runtime.kernels._base import SymmetricKernel
+from dmuon_runtime.kernels._tiles import decide_tile
 
-__all__ = ["ADAPTER_READY", "Quack"]
+__all__ = ["ADAPTER_READY", "Quack", "rectangular", "rectangular_ready"]
 
 ADAPTER_READY = True
 """Set to False to take the adapter out of service from the next call on, without uninstalling anything."""
 
 MIN_SHORT_DIM = 256
-"""Below it a symmetric tile covers most of the matrix and the fixed cost of a launch decides."""
+"""Below it a tile covers most of the matrix and the fixed cost of a launch decides."""
 ALIGNMENT = 8
 """16 bytes of a 16-bit dtype along the contiguous dim."""
 
@@ -26,7 +27,7 @@ ALIGNMENT = 8
 @lru_cache(maxsize=1)
 def _import_product() -> tuple[Callable[..., Any] | None, str]:
     try:
-        module = importlib.import_module("quack.gemm_interface")
+        module = importlib.import_module("quack.gemm_symmetric")
         return cast("Callable[..., Any]", module.gemm_symmetric), "quack-kernels"
     except ImportError as error:
         return None, f"quack-kernels is not importable ({error}); pip install 'dmuon-service[quack]'"
@@ -34,11 +35,20 @@ def _import_product() -> tuple[Callable[..., Any] | None, str]:
         return None, f"quack-kernels fails to import: {type(error).__name__}: {error}"
 
 
+@lru_cache(maxsize=16)
+def _available_on(device: torch.device) -> tuple[bool, str]:
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 9:
+        return False, f"needs SM90+, found SM{major}{minor}"
+    product, detail = _import_product()
+    return product is not None, detail
+
+
 class Quack(SymmetricKernel):
     """quack's symmetric GEMM: only tiles on or below the diagonal are computed."""
 
     name = "quack"
-    product_share = 0.5
+    product_share = 0.65
 
     def available(self, device: torch.device) -> tuple[bool, str]:
         """True on a CUDA device of compute capability 9.0 or more with quack-kernels, unless switched off."""
@@ -46,11 +56,7 @@ class Quack(SymmetricKernel):
             return False, "switched off: syrk_quack.ADAPTER_READY is False"
         if device.type != "cuda":
             return False, f"needs an SM90+ CUDA device, found {device.type}"
-        major, minor = torch.cuda.get_device_capability(device)
-        if major < 9:
-            return False, f"needs SM90+, found SM{major}{minor}"
-        product, detail = _import_product()
-        return product is not None, detail
+        return _available_on(device)
 
     def serves(self, short_dim: int, long_dim: int, dtype: torch.dtype) -> bool:
         """16-bit dtypes, aligned dims, and a short side worth its fixed cost."""
@@ -60,4 +66,26 @@ class Quack(SymmetricKernel):
     def _launch(self, a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, out: Tensor) -> None:
         product, detail = _import_product()
         assert product is not None, detail
-        product(a, b, C=c, out=out, alpha=float(alpha), beta=float(beta))
+        tile = decide_tile(*a.shape)
+        product(
+            a, b.mT, out, c, None, tile.tile_m, tile.tile_n, tile.cluster_m, tile.cluster_n,
+            pingpong=tile.ping_pong, alpha=float(alpha), beta=float(beta),
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def _gemm() -> Callable[..., Any]:
+    return cast("Callable[..., Any]", importlib.import_module("quack.gemm_interface").gemm)
+
+
+def rectangular_ready(left: Tensor, right: Tensor) -> bool:
+    """True when quack's plain GEMM may multiply ``left`` [B, M, K] and ``right`` [B, K, N] here and now."""
+    aligned = all(dim % ALIGNMENT == 0 for dim in (*left.shape[1:], right.shape[2]))
+    return aligned and left.dtype in (torch.float16, torch.bfloat16) and Quack().available(left.device)[0]
+
+
+def rectangular(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``left @ right`` in ``dtype``, which may differ from the operands'."""
+    out = torch.empty(left.shape[0], left.shape[1], right.shape[2], dtype=dtype, device=left.device)
+    _gemm()(left, right, out=out, tuned=False)
+    return out

@@ -71,6 +71,12 @@ def test_divergent_sets_are_refused_with_the_input() -> None:
         validate_coefficients(wrong_power)
 
 
+def test_a_repeated_triple_is_checked_too() -> None:
+    assert coefficients_for(validate_coefficients([(3.0, 3.0, 3.0)]), 1) == ((3.0, 3.0, 3.0),)
+    with pytest.raises(CoefficientError, match="diverge"):
+        coefficients_for(((3.0, 3.0, 3.0),), 5)
+
+
 @pytest.mark.parametrize("bad", [[], [(1.0, 2.0)], [(1.0, float("nan"), 0.0)]])
 def test_malformed_sets_are_refused(bad: list[tuple[float, ...]]) -> None:
     with pytest.raises(CoefficientError):

@@ -1,0 +1,63 @@
+"""The element-wise passes of Newton-Schulz: fused Triton kernels on CUDA, plain torch elsewhere.
+
+Note "Right at any scale". Squares of elements below 1e-19 or above 1e19 leave float32, so the largest magnitude is
+divided out before anything is squared. Zeros stay zeros; a matrix with NaN or infinity turns NaN in all its elements.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+__all__ = ["add_identity", "cast", "normalize_into", "normalized"]
+
+
+@lru_cache(maxsize=1)
+def _fused() -> ModuleType | None:
+    """The Triton kernels, or None where Triton is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module("dmuon_runtime._elementwise_triton")
+
+
+def normalized(g: Tensor) -> Tensor:
+    """Return [b, m, n] with Frobenius norm 1 each, of ``g`` [..., m, n], in float32 (float64 stays).
+
+    Plain torch: the reference of :func:`normalize_into`, and what runs on a CPU.
+    """
+    x = g.reshape(-1, *g.shape[-2:])
+    x = x if x.dtype == torch.float64 else x.float()
+    largest = x.abs().amax(dim=(-2, -1), keepdim=True)
+    x = x / torch.where(largest == 0, 1.0, largest)
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    return x / torch.where(norm == 0, 1.0, norm)
+
+
+def normalize_into(g: Tensor, out: Tensor) -> None:
+    """Write ``g`` [..., m, n], normalised, to ``out`` [b, m, n] in ``out``'s dtype; ``out`` must be contiguous."""
+    fused = _fused() if g.device.type == "cuda" and g.dtype != torch.float64 else None
+    if fused is None:
+        out.copy_(normalized(g))
+    else:
+        fused.normalize(g.reshape(-1, *g.shape[-2:]).contiguous(), out)
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return contiguous ``x`` in ``dtype``, ``x`` itself where it has it."""
+    fused = _fused() if x.device.type == "cuda" and x.dtype != dtype and x.dtype != torch.float64 else None
+    return x.to(dtype) if fused is None else fused.cast(x, dtype)
+
+
+def add_identity(z: Tensor, a: float) -> Tensor:
+    """Add ``a I`` to contiguous ``z`` [B, N, N] in place, and return it."""
+    fused = _fused() if z.device.type == "cuda" else None
+    if fused is None:
+        z.diagonal(dim1=-2, dim2=-1).add_(a)
+    else:
+        fused.add_identity(z, a)
+    return z

@@ -1,0 +1,28 @@
+"""The last product of Newton-Schulz, in the dtype that the caller wants.
+
+It is a plain (rectangular) product. cuBLAS through torch writes the dtype of its operands, and a cast behind it moves
+each element twice more; on Hopper quack's GEMM writes bfloat16 from float16 operands directly.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dmuon_runtime._elementwise import cast
+from dmuon_runtime.kernels import syrk_quack
+
+__all__ = ["last_product"]
+
+MIN_FLOPS_FOR_QUACK = 4e10
+"""Below it quack's GEMM, which takes one tile for all sizes, loses to cuBLAS and a cast (measured on an H200)."""
+
+
+def last_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``left @ right`` in ``dtype``: [B, M, K], [B, K, N] to [B, M, N], in fresh memory."""
+    if left.dtype == dtype:
+        return torch.bmm(left, right)
+    flops = 2.0 * left.shape[0] * left.shape[1] * left.shape[2] * right.shape[2]
+    if dtype == torch.bfloat16 and flops >= MIN_FLOPS_FOR_QUACK and syrk_quack.rectangular_ready(left, right):
+        return syrk_quack.rectangular(left, right, dtype)
+    return cast(torch.bmm(left, right), dtype)

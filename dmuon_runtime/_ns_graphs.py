@@ -1,0 +1,107 @@
+"""CUDA graphs of Newton-Schulz groups: one graph a group, with bounded memory.
+
+A graph is keyed by everything that could change the work. Its inputs lie in an arena that all graphs share and its
+temporaries in one memory pool, which is safe because a group's inputs are written right before its replay and its
+last product is done right after, on one stream. Launches are counted when the graph is captured and added to the
+ledger at every replay.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmuon_runtime._ns_iterations import Long
+from dmuon_runtime.ledger import LEDGER, Launches
+
+__all__ = ["Captured", "GraphCache"]
+
+Unfinished = tuple[list[Long], Tensor]
+"""Stacks and the last Q of an iteration: the last product is still to be done."""
+Work = Callable[[Sequence[Tensor]], Unfinished]
+
+MAX_GRAPHS = 64
+
+
+@dataclass(slots=True)
+class Captured:
+    """A captured group. ``inputs`` [b, rows, cols] are to be written before, ``unfinished`` read after a replay."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: list[Tensor]
+    unfinished: Unfinished
+    launches: Launches
+
+    def replay(self) -> Unfinished:
+        """Run the group on the current stream, count what it launches and return what is left to do."""
+        self.graph.replay()
+        LEDGER.add_launches(self.launches)
+        return self.unfinished
+
+
+class GraphCache:
+    """Graphs by key, the least recently used leaving first."""
+
+    def __init__(self, max_graphs: int = MAX_GRAPHS) -> None:
+        self._graphs: OrderedDict[Hashable, Captured] = OrderedDict()
+        self._seen: set[Hashable] = set()
+        self._arenas: dict[torch.device, Tensor] = {}
+        self._pools: dict[torch.device, Any] = {}
+        self._max_graphs = max_graphs
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def find(self, key: Hashable) -> Captured | None:
+        """Return the graph of ``key``, if there is one."""
+        found = self._graphs.get(key)
+        if found is not None:
+            self._graphs.move_to_end(key)
+        return found
+
+    def worth_capturing(self, key: Hashable) -> bool:
+        """True from the second time on: the first runs eagerly, which compiles what the graph will launch."""
+        if key in self._seen:
+            return True
+        self._seen.add(key)
+        return False
+
+    def inputs(self, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+        """Return views [b, rows, cols] of the shared arena, one a shape, none overlapping."""
+        sizes = [-(-b * m * n // 64) * 64 for b, m, n in shapes]
+        needed = sum(sizes)
+        arena = self._arenas.get(device)
+        if arena is None or arena.dtype != dtype or arena.numel() < needed:
+            arena = torch.empty(needed, dtype=dtype, device=device)
+            self._arenas[device] = arena  # an older arena lives on in the graphs that were captured on it
+        views, begin = [], 0
+        for shape, size in zip(shapes, sizes, strict=True):
+            views.append(arena[begin : begin + shape[0] * shape[1] * shape[2]].view(shape))
+            begin += size
+        return views
+
+    def capture(self, key: Hashable, inputs: list[Tensor], work: Work) -> Captured:
+        """Capture ``work(inputs)``; what ``inputs`` hold is not changed."""
+        device = inputs[0].device
+        pool = self._pools.setdefault(device, torch.cuda.graph_pool_handle())
+        graph = torch.cuda.CUDAGraph()
+        capturing = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
+        with LEDGER.recording() as launches, torch.cuda.device(device), capturing:
+            unfinished = work(inputs)
+        captured = Captured(graph, inputs, unfinished, launches)
+        self._graphs[key] = captured
+        while len(self._graphs) > self._max_graphs:
+            self._graphs.popitem(last=False)
+        return captured
+
+    def clear(self) -> None:
+        """Drop every graph and the memory behind them."""
+        self._graphs.clear()
+        self._seen.clear()
+        self._arenas.clear()
+        self._pools.clear()

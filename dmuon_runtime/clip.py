@@ -1,0 +1,38 @@
+"""One global gradient norm over all routes, and clipping by it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dmuon_runtime.errors import SettingError
+from dmuon_runtime.muon import Muon
+from dmuon_runtime.schedule import Call
+
+__all__ = ["clip_grad_norm_"]
+
+
+@torch.no_grad()
+def clip_grad_norm_(optimizer: Muon, max_norm: float) -> Tensor:
+    """Scale all gradients by ``min(1, max_norm / (norm + 1e-6))``; return the norm before it, 0-dim, on the device.
+
+    The norm is that of the mean gradient over ranks, as one process would compute it; each element counts once. When it
+    is not finite nothing is scaled, so that the step finds and names the offenders; ``math.inf`` only measures.
+    """
+    if not max_norm > 0:
+        raise SettingError(f"max_norm must be positive, not {max_norm!r}; pass math.inf to measure only")
+    runtime = optimizer.runtime
+    runtime.watch.note_outside()
+    present = runtime.schedule.meet(Call.CLIP)
+    gradients = [piece.gradient for piece in optimizer.pieces if present[piece.index]]
+    square = torch.zeros((), dtype=torch.float64, device=runtime.transport.device)
+    if gradients:
+        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64))
+        square = norms.square().sum()
+    norm = runtime.transport.sum_values(square).sqrt()
+    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    coefficient = torch.where(torch.isfinite(norm), coefficient, 1.0)
+    if gradients:
+        torch._foreach_mul_(gradients, coefficient.to(gradients[0].dtype))
+    optimizer.clip_norm = norm
+    return norm.to(torch.float32)

@@ -1,0 +1,107 @@
+"""Cumulative totals of what really happened: collectives, bytes and seconds by route and phase, and owner compute.
+
+A collective and its bytes are counted when it is issued. Its seconds follow when they are known: a
+:class:`~dmuon_runtime.spans.Span` that is not finished yet is asked again at the next snapshot, so nothing waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from dmuon_runtime.policy import Route
+from dmuon_runtime.spans import Span
+
+__all__ = ["CommCount", "Counters", "CountersSnapshot"]
+
+Key = tuple[Route, str]
+
+
+@dataclass(frozen=True)
+class CommCount:
+    """Totals of one route in one phase on this rank."""
+
+    collectives: int = 0
+    seconds: float = 0.0
+    """Time between start and end of the collectives."""
+    exposed_seconds: float = 0.0
+    """The part of it for which compute waited."""
+    payload_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class CountersSnapshot:
+    """Totals since the model was dedicated, on this rank."""
+
+    comm: dict[Key, CommCount]
+    control: CommCount
+    """Agreement, norms and flags: small, and no part of any route."""
+    owner_compute_seconds: float
+    ns_planned_matrices: int
+    """Matrices that this rank's share of the plan handed to Newton-Schulz."""
+    pending_spans: int
+    """Collectives whose seconds are not in yet."""
+
+
+@dataclass
+class _Total:
+    collectives: int = 0
+    seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    payload_bytes: int = 0
+
+    def freeze(self) -> CommCount:
+        return CommCount(self.collectives, self.seconds, self.exposed_seconds, self.payload_bytes)
+
+
+@dataclass
+class Counters:
+    """The mutable totals behind :meth:`snapshot`; one object for each dedicated model."""
+
+    _totals: dict[Key | None, _Total] = field(default_factory=dict)
+    _pending: deque[tuple[Key | None, Span]] = field(default_factory=deque)
+    _compute: deque[Span] = field(default_factory=deque)
+    _owner_compute_seconds: float = 0.0
+    _ns_planned_matrices: int = 0
+
+    def add_collective(self, key: Key | None, payload_bytes: int, span: Span) -> None:
+        """Count one collective that was just issued; ``key`` None is control traffic."""
+        total = self._totals.setdefault(key, _Total())
+        total.collectives += 1
+        total.payload_bytes += payload_bytes
+        self._pending.append((key, span))
+        if len(self._pending) > 256:  # bounds the list when nobody takes snapshots
+            self._harvest()
+
+    def add_owner_compute(self, span: Span, num_matrices: int) -> None:
+        """Count one optimizer update of what this rank owns, with the matrices planned for it."""
+        self._compute.append(span)
+        self._ns_planned_matrices += num_matrices
+
+    def snapshot(self) -> CountersSnapshot:
+        """Return the totals as values; waits for nothing."""
+        self._harvest()
+        return CountersSnapshot(
+            comm={key: total.freeze() for key, total in self._totals.items() if key is not None},
+            control=self._totals.get(None, _Total()).freeze(),
+            owner_compute_seconds=self._owner_compute_seconds,
+            ns_planned_matrices=self._ns_planned_matrices,
+            pending_spans=len(self._pending) + len(self._compute),
+        )
+
+    def _harvest(self) -> None:
+        for _ in range(len(self._pending)):
+            key, span = self._pending.popleft()
+            seconds = span.seconds()
+            if seconds is None:
+                self._pending.append((key, span))
+                continue
+            self._totals[key].seconds += seconds
+            self._totals[key].exposed_seconds += span.exposed_seconds()
+        for _ in range(len(self._compute)):
+            span = self._compute.popleft()
+            seconds = span.seconds()
+            if seconds is None:
+                self._compute.append(span)
+            else:
+                self._owner_compute_seconds += seconds

@@ -1,0 +1,116 @@
+"""Hooks on boundary modules: they tell the schedule what this rank needs now, and nothing else.
+
+Pre-forward materialises, post-forward frees (Z3) and puts a hook on every output tensor that carries a gradient,
+however nested; that hook materialises before the module's backward. A hook on each parameter tells when autograd has
+finished its gradient. The first of these in a backward opens the half, and a callback of the engine closes it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from dmuon_runtime.policy import DTYPE_NAMES
+from dmuon_runtime.schedule import Schedule, Stage
+from dmuon_runtime.trees import cast_floating, iterate_tensors
+from dmuon_runtime.unit import Unit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["BackwardWatch", "install_hooks"]
+
+
+def _in_backward() -> bool:
+    return int(torch._C._current_graph_task_id()) != -1
+
+
+class BackwardWatch:
+    """Opens a half at the first event of a backward and closes it when the outermost backward ends."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self._is_open = False
+
+    def note_event(self) -> None:
+        """Call inside a backward, before anything else."""
+        if not self._is_open:
+            self.schedule.begin_half()
+            self._is_open = True
+            Variable._execution_engine.queue_callback(self._end)
+
+    def note_outside(self) -> None:
+        """Call outside any backward: one that is still open has failed and its callback never came."""
+        self._is_open = False
+
+    def _end(self) -> None:
+        self._is_open = False
+        self.schedule.end_half()
+
+
+class _UnitHooks:
+    """The hooks of one unit."""
+
+    def __init__(self, unit: Unit, watch: BackwardWatch) -> None:
+        self.unit = unit
+        self.watch = watch
+        self.schedule = watch.schedule
+        self._input_dtype = DTYPE_NAMES[unit.plan.cast_inputs_to] if unit.plan.cast_inputs_to else None
+        self._output_dtype = DTYPE_NAMES[unit.plan.output_dtype] if unit.plan.output_dtype else None
+
+    def before_forward(
+        self, _module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
+        """Materialise, and cast the inputs if the policy says so."""
+        if _in_backward():
+            self.watch.note_event()
+            self.unit.begin_replay()
+            self.schedule.need_backward(self.unit)
+        else:
+            self.watch.note_outside()
+            self.schedule.need_forward(self.unit)
+            self.unit.begin_call(with_gradients=torch.is_grad_enabled())
+        if self._input_dtype is None:
+            return None
+        return cast_floating(args, self._input_dtype), cast_floating(kwargs, self._input_dtype)
+
+    def after_forward(self, _module: nn.Module, _args: tuple[object, ...], output: object) -> object:
+        """Free, watch the outputs' gradients, and cast the outputs if the policy says so."""
+        if not _in_backward():
+            self.schedule.after_forward(self.unit)
+        if torch.is_grad_enabled():
+            for tensor in iterate_tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._before_backward)  # type: ignore[no-untyped-call]
+        return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
+
+    def _before_backward(self, _gradient: Tensor) -> None:
+        self.watch.note_event()
+        self.schedule.need_backward(self.unit)
+
+    def gradient_hook(self) -> Callable[[Tensor], None]:
+        """Return the hook for each of the unit's parameters."""
+
+        def note(parameter: Tensor) -> None:
+            self.watch.note_event()
+            assert isinstance(parameter, nn.Parameter)
+            self.unit.note_gradient(parameter)
+            self.schedule.gradient_ready(self.unit)
+
+        return note
+
+
+def install_hooks(schedule: Schedule) -> BackwardWatch:
+    """Put the hooks of every unit in place; return what watches the backwards."""
+    watch = BackwardWatch(schedule)
+    for unit in schedule.units:
+        hooks = _UnitHooks(unit, watch)
+        unit.module.register_forward_pre_hook(hooks.before_forward, with_kwargs=True, prepend=True)
+        unit.module.register_forward_hook(hooks.after_forward, always_call=True)
+        for parameter in unit.parameters:
+            parameter.register_post_accumulate_grad_hook(hooks.gradient_hook())  # type: ignore[no-untyped-call]
+    assert schedule.stage is Stage.IDLE
+    return watch

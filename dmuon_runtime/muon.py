@@ -1,0 +1,258 @@
+"""The optimizer: gradients agreed and checked, then Muon or AdamW on what this rank owns, route by route."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, cast, overload
+
+import torch
+from torch import Tensor, nn
+
+from dmuon_runtime.adamw import AdamWSettings, AdamWTensors, adamw_update, apply_change
+from dmuon_runtime.errors import NonFiniteGradient, SettingError, UnmanagedParameters
+from dmuon_runtime.groups import GroupDefaults, build_groups
+from dmuon_runtime.matrices import matrix_blocks
+from dmuon_runtime.newton_schulz import NewtonSchulz
+from dmuon_runtime.outcome import StepOutcome, UpdateTotals
+from dmuon_runtime.pieces import Piece, collect_pieces
+from dmuon_runtime.runtime import Runtime, find_runtime
+from dmuon_runtime.schedule import Call
+from dmuon_runtime.spans import start_span
+
+__all__ = ["Muon", "Scale", "update_scale"]
+
+Scale = Literal["match_rms_adamw", "original", "none"]
+_SCALES = ("match_rms_adamw", "original", "none")
+
+
+def update_scale(rule: Scale, rows: int, columns: int) -> float:
+    """Return the factor on an orthogonal update of ``rows`` by ``columns``.
+
+    ``match_rms_adamw``: ``0.2 sqrt(max(rows, columns))`` gives the update the RMS that AdamW typically has (Liu et al.,
+    2025); ``original``: ``sqrt(max(1, rows / columns))`` (Jordan et al., 2024).
+    """
+    if rule == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1.0, rows / columns)) if rule == "original" else 1.0
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon and AdamW for a dedicated model; every call but :meth:`zero_grad` is collective.
+
+    ``param_groups`` holds one group for each route (of each group given), with ``route`` and its own ``lr``, so
+    schedulers keep the ratio. State exists from construction, for what this rank owns. A parameter for which no
+    rank had a gradient is left alone: no momentum, no decay. ``non_finite`` says what an infinite or NaN gradient does:
+    ``skip`` leaves all weights and state as they are, ``raise`` raises :class:`NonFiniteGradient` on all ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        ns_backend: str | NewtonSchulz = "gram",
+        scale: Scale = "match_rms_adamw",
+        adamw_lr: float = 1e-3,
+        adamw_betas: tuple[float, float] = (0.9, 0.999),
+        adamw_eps: float = 1e-8,
+        adamw_weight_decay: float = 0.01,
+        param_groups: Sequence[Mapping[str, object]] | None = None,
+        replicate_async: bool = True,
+        non_finite: Literal["skip", "raise"] = "skip",
+    ) -> None:
+        _check_settings(scale, non_finite, ns_steps)
+        runtime = find_runtime(model)
+        _check_managed(model, runtime)
+        defaults = GroupDefaults(lr, momentum, weight_decay, adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay)
+        groups = build_groups(runtime, param_groups, defaults)
+        _check_numbers(groups)
+        super().__init__(groups, {})
+        self.runtime = runtime
+        self.nesterov, self.ns_steps, self.scale, self.non_finite = nesterov, ns_steps, scale, non_finite
+        self.replicate_async = replicate_async
+        self.newton_schulz = ns_backend if isinstance(ns_backend, NewtonSchulz) else _make_newton_schulz(ns_backend)
+        self.last_step: StepOutcome | None = None
+        self.clip_norm: Tensor | None = None
+        """Norm found by the clip that belongs to the coming step."""
+        self._kept_places: dict[tuple[int, ...], Tensor] = {}
+        self.pieces = collect_pieces(runtime)
+        for piece in self.pieces:
+            self.state[piece.parameter] = piece.make_state()
+
+    def set_newton_schulz(self, newton_schulz: NewtonSchulz) -> None:
+        """Use another :class:`NewtonSchulz` from the next step on."""
+        self.newton_schulz = newton_schulz
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard every gradient: local, in flight and reduced. No communication."""
+        self.runtime.watch.note_outside()
+        self.runtime.schedule.zero_grad()
+        self.clip_norm = None
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every weight that has a gradient on some rank; ``last_step`` then tells what happened."""
+        loss: float | None = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
+        runtime = self.runtime
+        runtime.watch.note_outside()
+        present = runtime.schedule.meet(Call.STEP)
+        pieces = [piece for piece in self.pieces if present[piece.index]]
+        flags = runtime.transport.sum_values(self._non_finite_flags(pieces))
+        names = [entry.name for entry in runtime.plan.parameters]
+        outcome = StepOutcome(flags, names, self.clip_norm)
+        self.last_step, self.clip_norm = outcome, None
+        on_host = flags.device.type == "cpu"
+        if self.non_finite == "raise" and outcome.skipped:
+            raise NonFiniteGradient(
+                f"infinite or NaN gradient of {', '.join(outcome.offenders)}; nothing was updated. Lower the learning "
+                'rate, look at the batch, or pass non_finite="skip"',
+                outcome.offenders,
+            )
+        if not (on_host and outcome.skipped):
+            gate = None if on_host or self.non_finite == "raise" else (flags.sum() == 0).to(torch.float32)
+            span = start_span(flags.device)
+            outcome.updates_by_route = self._apply(pieces, gate)
+            span.finish()
+            runtime.counters.add_owner_compute(span, sum(piece.plan.num_matrices for piece in pieces))
+        runtime.schedule.end_step()
+
+    def _non_finite_flags(self, pieces: Sequence[Piece]) -> Tensor:
+        """Return [parameters of the plan], 1 where this rank's part of the mean gradient is not finite."""
+        flags = torch.zeros(len(self.runtime.plan.parameters), device=self.runtime.transport.device)
+        if pieces:
+            largest = torch.stack(torch._foreach_norm([piece.gradient for piece in pieces], float("inf")))
+            flags[self._places(pieces)] = (~torch.isfinite(largest)).to(flags.dtype)
+        return flags
+
+    def _places(self, pieces: Sequence[Piece]) -> Tensor:
+        """Return the plan indices of ``pieces`` on the device; kept, because a copy from the host would synchronise."""
+        key = tuple(piece.index for piece in pieces)
+        if key not in self._kept_places:
+            self._kept_places = {key: torch.tensor(key, device=self.runtime.transport.device)}
+        return self._kept_places[key]
+
+    def _apply(self, pieces: Sequence[Piece], gate: Tensor | None) -> dict[str, UpdateTotals]:
+        by_parameter = {id(piece.parameter): piece for piece in pieces}
+        totals: dict[str, UpdateTotals] = {}
+        muon: list[tuple[Piece, Mapping[str, object]]] = []
+        for group in self.param_groups:
+            members = [by_parameter[id(p)] for p in group["params"] if id(p) in by_parameter]
+            if group["route"] == "muon":
+                muon.extend((piece, group) for piece in members)
+            else:
+                changes = adamw_update(self._adamw_tensors(members), _adamw_settings(group), gate)
+                totals.setdefault(group["route"], UpdateTotals()).add(changes)
+        if muon:
+            totals["muon"] = UpdateTotals()
+            totals["muon"].add(self._muon_update(muon, gate))
+        return totals
+
+    def _adamw_tensors(self, pieces: Sequence[Piece]) -> AdamWTensors:
+        states = [self.state[piece.parameter] for piece in pieces]
+        return AdamWTensors(
+            weights=[piece.master for piece in pieces],
+            gradients=[piece.gradient for piece in pieces],
+            exp_avgs=[state["exp_avg"] for state in states],
+            exp_avg_sqs=[state["exp_avg_sq"] for state in states],
+            steps=[state["step"] for state in states],
+        )
+
+    def _muon_update(self, members: Sequence[tuple[Piece, Mapping[str, object]]], gate: Tensor | None) -> list[Tensor]:
+        """Momentum, one Newton-Schulz call over all matrices of this rank, then decay and update."""
+        looked_ahead = [self._momentum(piece, cast(float, group["momentum"]), gate) for piece, group in members]
+        blocks = [
+            matrix_blocks(tensor, piece.plan.matrix_view, piece.plan.split_rows)
+            for tensor, (piece, _) in zip(looked_ahead, members, strict=True)
+        ]
+        flat = [block for group in blocks for block in group]
+        results = iter(self.newton_schulz.orthogonalize(flat, self.ns_steps))
+        changes: list[Tensor] = []
+        for (piece, group), cut in zip(members, blocks, strict=True):
+            lr, decay = cast(float, group["lr"]), cast(float, group["weight_decay"])
+            scaled = [next(results) * (-lr * update_scale(self.scale, *block.shape[-2:])) for block in cut]
+            change = (scaled[0] if len(scaled) == 1 else torch.cat(scaled, dim=-2)).view(piece.master.shape)
+            change = change if gate is None else torch.where(gate > 0, change, 0.0)
+            apply_change([piece.master], [change], lr * decay, gate)
+            changes.append(change)
+        return changes
+
+    def _momentum(self, piece: Piece, momentum: float, gate: Tensor | None) -> Tensor:
+        """Update ``m <- mu m + g`` and return what is orthogonalised: ``g + mu m`` (nesterov) or ``m``."""
+        buffer = cast(Tensor, self.state[piece.parameter]["momentum_buffer"])
+        gradient = piece.gradient
+        if gate is None:
+            buffer.mul_(momentum).add_(gradient)
+        else:
+            gradient = torch.where(gate > 0, gradient, 0.0)
+            buffer.mul_(torch.where(gate > 0, momentum, 1.0).to(buffer.dtype)).add_(gradient)
+        return gradient.add(buffer, alpha=momentum) if self.nesterov else buffer
+
+
+def _adamw_settings(group: Mapping[str, object]) -> AdamWSettings:
+    return AdamWSettings(
+        lr=cast(float, group["lr"]),
+        betas=cast("tuple[float, float]", group["betas"]),
+        eps=cast(float, group["eps"]),
+        weight_decay=cast(float, group["weight_decay"]),
+    )
+
+
+def _make_newton_schulz(backend: str) -> NewtonSchulz:
+    if backend not in ("gram", "direct"):
+        raise SettingError(f'ns_backend must be "gram", "direct" or a NewtonSchulz, not {backend!r}')
+    return NewtonSchulz(backend=cast('Literal["gram", "direct"]', backend))
+
+
+def _check_settings(scale: str, non_finite: str, ns_steps: int) -> None:
+    mistakes: list[str] = []
+    if scale not in _SCALES:
+        mistakes.append(f"scale must be one of {', '.join(_SCALES)}, not {scale!r}")
+    if non_finite not in ("skip", "raise"):
+        mistakes.append(f'non_finite must be "skip" or "raise", not {non_finite!r}')
+    if ns_steps < 1:
+        mistakes.append(f"ns_steps must be at least 1, not {ns_steps}")
+    if mistakes:
+        raise SettingError("; ".join(mistakes), mistakes)
+
+
+def _check_numbers(groups: Sequence[Mapping[str, object]]) -> None:
+    mistakes = [
+        f"{group['group_name']}: {key} must be finite and not negative, not {group[key]!r}"
+        for group in groups
+        for key in ("lr", "weight_decay", "momentum", "eps")
+        if key in group and not (0.0 <= float(cast(float, group[key])) < math.inf)
+    ]
+    if mistakes:
+        raise SettingError("; ".join(mistakes), mistakes)
+
+
+def _check_managed(model: nn.Module, runtime: Runtime) -> None:
+    managed = {id(parameter) for parameter in runtime.parameters}
+    loose = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.numel() > 0 and id(parameter) not in managed
+    ]
+    if loose:
+        raise UnmanagedParameters(
+            f"nobody would update {', '.join(loose)}: they train, but did not when the model was dedicated. "
+            "Unfreeze them before dedicate_params, or freeze them again",
+            loose,
+        )

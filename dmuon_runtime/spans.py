@@ -1,0 +1,164 @@
+"""Time of one piece of work, measured where it runs and never by synchronising a device.
+
+On a CPU a span reads a monotonic clock; the end of a collective comes from its completion callback. On CUDA it records
+events and answers only when they are done.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol, cast
+
+import torch
+
+__all__ = ["DeviceSpan", "Event", "HostSpan", "Span", "Work", "start_span"]
+
+
+class Future(Protocol):
+    """The part of ``torch.futures.Future`` that is used."""
+
+    def add_done_callback(self, callback: object) -> None:
+        """Run ``callback`` when the work has ended."""
+
+
+class Work(Protocol):
+    """The part of ``torch.distributed.Work`` that is used."""
+
+    def wait(self) -> bool:
+        """Block the host (CPU) or the current stream (CUDA) until the work has ended."""
+
+    def is_completed(self) -> bool:
+        """Tell whether it has ended, without waiting."""
+
+    def get_future(self) -> Future:
+        """Return a future of the work."""
+
+
+class Event(Protocol):
+    """The part of ``torch.cuda.Event`` that is used."""
+
+    def record(self) -> None:
+        """Mark this point of the current stream."""
+
+    def query(self) -> bool:
+        """Tell whether the device has passed the point."""
+
+    def elapsed_time(self, end_event: object) -> float:
+        """Return milliseconds from this event to ``end_event``."""
+
+
+class Span(Protocol):
+    """A started piece of work."""
+
+    def follow(self, work: Work) -> None:
+        """Take the end from an asynchronous collective."""
+
+    def wait(self, work: Work) -> None:
+        """Wait for ``work`` and count the wait as exposed."""
+
+    def finish(self) -> None:
+        """End the span here (synchronous work)."""
+
+    def seconds(self) -> float | None:
+        """Return start to end, or None while it is not known."""
+
+    def exposed_seconds(self) -> float:
+        """Return the time for which compute waited; call it only when :meth:`seconds` is known."""
+
+
+class HostSpan:
+    """A span on the host clock."""
+
+    def __init__(self) -> None:
+        self._start_s = time.perf_counter()
+        self._end_s: float | None = None
+        self._exposed_s = 0.0
+        self._waiting = False
+
+    def _ended(self, _future: object) -> None:
+        self._end_s = time.perf_counter()
+
+    def follow(self, work: Work) -> None:
+        """Let the completion callback set the end."""
+        self._waiting = True
+        work.get_future().add_done_callback(self._ended)
+
+    def wait(self, work: Work) -> None:
+        """Block until ``work`` has ended; the time blocked is exposed."""
+        begin = time.perf_counter()
+        work.wait()
+        end = time.perf_counter()
+        self._exposed_s += end - begin
+        self._waiting = False
+        if self._end_s is None:  # the callback thread may be a moment late
+            self._end_s = end
+
+    def finish(self) -> None:
+        """End now."""
+        self._end_s = time.perf_counter()
+
+    def seconds(self) -> float | None:
+        """Return start to end, or None while the work runs or nobody has waited for it."""
+        return None if self._end_s is None or self._waiting else self._end_s - self._start_s
+
+    def exposed_seconds(self) -> float:
+        """Return the time blocked in :meth:`wait`, never more than the span itself."""
+        return min(self._exposed_s, self.seconds() or 0.0)
+
+
+class DeviceSpan:
+    """A span on CUDA events. ``previous`` is the end of the work before it on the same communicator."""
+
+    def __init__(self, probe: torch.cuda.Stream | None = None, previous: Event | None = None) -> None:
+        self._probe = probe
+        self._previous = previous
+        self._start = self._record()
+        self.end: Event | None = None
+        self._wait: tuple[Event, Event] | None = None
+        self._waiting = False
+
+    @staticmethod
+    def _record() -> Event:
+        event = cast(Event, torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def follow(self, work: Work) -> None:
+        """Record the end on a side stream that waits for the communicator's stream."""
+        self._waiting = True
+        with torch.cuda.stream(self._probe):
+            work.wait()
+            self.end = self._record()
+
+    def wait(self, work: Work) -> None:
+        """Make the current stream wait, between two events."""
+        before = self._record()
+        work.wait()
+        self._wait = (before, self._record())
+        self._waiting = False
+
+    def finish(self) -> None:
+        """End at this point of the current stream."""
+        self.end = self._record()
+
+    def seconds(self) -> float | None:
+        """Return seconds on the device; a start inside the work before it counts from that work's end."""
+        if self.end is None or self._waiting or not self.end.query():
+            return None
+        if self._wait is not None and not self._wait[1].query():
+            return None
+        elapsed_ms = self._start.elapsed_time(self.end)
+        if self._previous is not None and self._previous.query():
+            elapsed_ms = min(elapsed_ms, self._previous.elapsed_time(self.end))
+        return float(max(elapsed_ms, 0.0)) / 1e3
+
+    def exposed_seconds(self) -> float:
+        """Return the time for which the waiting stream stood still."""
+        if self._wait is None:
+            return 0.0
+        return float(self._wait[0].elapsed_time(self._wait[1])) / 1e3
+
+
+def start_span(device: torch.device) -> Span:
+    """Start a span of synchronous work on ``device``."""
+    return DeviceSpan() if device.type == "cuda" else HostSpan()

@@ -1,0 +1,142 @@
+"""Newton-Schulz on a GPU: every kernel against fp64, graphs against eager runs, and what the profiler saw launched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from dmuon_runtime.kernels import KERNELS, syrk_quack
+from dmuon_runtime.ledger import snapshot
+from dmuon_runtime.newton_schulz import NewtonSchulz, orthogonality_error
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+SHAPES = [(1, 512, 512), (3, 1024, 4096), (2, 4096, 1024), (24, 768, 3072), (1, 264, 1000), (2, 2048, 2048)]
+KERNEL_IN_PROFILE = {"quack": "quack", "cute_sm80": "_kernel", "cublas": "gemm"}
+
+
+def kernels() -> list[str]:
+    return [name for name, kernel in KERNELS.items() if kernel.available(torch.device("cuda", 0))[0]]
+
+
+def reference(g: Tensor, ns: NewtonSchulz, steps: int = 5) -> Tensor:
+    """The same polynomial in fp64, directly."""
+    x = g.double()
+    x = x / x.norm(dim=(-2, -1), keepdim=True)
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    for a, b, c in ns.plan(steps)[0]:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if tall else x
+
+
+def matrices(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    torch.manual_seed(sum(shape))
+    return torch.randn(shape, device="cuda", dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["quack", "cute_sm80", "blocked", "cublas"])
+@pytest.mark.parametrize("backend", ["gram", "direct"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_kernel_equals_fp64(name: str, backend: str, shape: tuple[int, ...]) -> None:
+    if name not in kernels():
+        pytest.skip(f"{name}: {KERNELS[name].available(torch.device('cuda', 0))[1]}")
+    g = matrices(shape)
+    ns = NewtonSchulz(backend, kernel=name)  # type: ignore[arg-type]
+    results = [ns(g) for _ in range(3)]  # eager, captured, replayed
+    assert torch.equal(results[0], results[1]) and torch.equal(results[1], results[2])
+    expected = reference(g, ns)
+    error = (results[0].double() - expected).norm() / expected.norm()
+    assert error < 0.008, f"{error:.1e}: bfloat16 output alone rounds to 2e-3"
+
+
+@pytest.mark.parametrize("name", ["quack", "cute_sm80", "cublas"])
+def test_the_profiler_saw_what_the_ledger_counted(name: str) -> None:
+    if name not in kernels():
+        pytest.skip(f"{name} does not run here")
+    ns, g = NewtonSchulz("gram", kernel=name), matrices((2, 1024, 2048))
+    for _ in range(2):
+        ns(g)
+    torch.cuda.synchronize()
+    before = snapshot()[name, "gram"].launches
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+        ns(g)
+        torch.cuda.synchronize()
+    counted = snapshot()[name, "gram"].launches - before
+    launched = [e for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    names = [e.name for e in launched]
+    symmetric = [n for n in names if _is_symmetric(n, name)]
+    rectangular = 2 if name == "cublas" else 0  # Q X before the restart and at the end run on cuBLAS as well
+    assert len(symmetric) == counted + rectangular == 16 + rectangular, names
+
+
+def _is_symmetric(kernel_name: str, kernel: str) -> bool:
+    lowered = kernel_name.lower()
+    if kernel == "quack":
+        return "symmetric" in lowered
+    if kernel == "cute_sm80":
+        return lowered == "_kernel"
+    return "gemm" in lowered or "nvjet" in lowered
+
+
+def test_switching_the_adapter_off_reaches_captured_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    if "quack" not in kernels():
+        pytest.skip("quack does not run here")
+    ns, g = NewtonSchulz("gram"), matrices((1, 1024, 1024))
+    for _ in range(3):
+        ns(g)
+    torch.cuda.synchronize()
+    before = snapshot()
+    monkeypatch.setattr(syrk_quack, "ADAPTER_READY", False)
+    for _ in range(3):
+        ns(g)
+    torch.cuda.synchronize()
+    after = snapshot()
+    assert after["quack", "gram"].launches == before["quack", "gram"].launches
+    assert after["cublas", "gram"].launches > before.get(("cublas", "gram"), after["cublas", "gram"]).launches - 1
+    assert after["cublas", "gram"].matrices >= 3
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-10, 1.0, 1e18, 1e30])
+def test_any_scale(scale: float) -> None:
+    g = matrices((1, 512, 1024), torch.float32)
+    ns = NewtonSchulz()
+    difference = (ns(g * scale) - ns(g)).norm() / ns(g).norm()
+    assert difference < 1e-2, "another scale rounds other bits to float16"
+
+
+def test_zero_and_non_finite_stay_apart() -> None:
+    g = matrices((3, 512, 512))
+    g[0] = 0
+    g[1, 3, 5] = float("nan")
+    ns = NewtonSchulz()
+    for _ in range(3):
+        u = ns(g)
+        assert (u[0] == 0).all(), u[0]
+        assert u[1].isnan().all(), u[1]
+        assert u[2].isfinite().all(), u[2]
+    assert orthogonality_error(u[2]).item() < 0.6
+
+
+def test_mixed_group_is_bit_equal_to_one_by_one() -> None:
+    parts = [matrices((2, 1024, 1024)), matrices((3, 1024, 4096)), matrices((1, 2048, 1024))]
+    ns = NewtonSchulz("gram", kernel="cublas")
+    together = ns.orthogonalize(parts)
+    for part, result in zip(parts, together, strict=True):
+        assert (result.double() - reference(part, ns)).norm() / result.double().norm() < 0.008
+    again = ns.orthogonalize(parts)
+    assert all(torch.equal(x, y) for x, y in zip(together, again, strict=True))
+
+
+def test_memory_does_not_grow() -> None:
+    ns, g = NewtonSchulz(), matrices((4, 1024, 2048))
+    for _ in range(4):
+        ns(g)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(50):
+        ns(g)
+    assert torch.cuda.memory_allocated() <= before

@@ -1,0 +1,56 @@
+"""However modules are called, and however ranks differ in it, training equals one process and no rank hangs."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from tests.multiproc.harness import run_ranks
+from tests.multiproc.laws import Setting, hold_to_reference
+from tests.multiproc.models import ToyLM, batch, lm_loss, make
+from tests.multiproc.reference import Backward
+
+pytestmark = pytest.mark.multiproc
+
+DIVERGENT = ((0, 1, 3), (2, 0, 1), (1, 2, 0))
+"""Calls of each block by rank: every block is skipped on one rank and repeated on another."""
+MODES = ("plain", "tuple", "dataclass", "keywords", "reentrant", "saved")
+
+
+def calling(calls_by_rank: tuple[tuple[int, ...], ...]) -> Backward:
+    """One forward and backward with its own calls on each rank; they change from step to step."""
+
+    def backward(model: nn.Module, step: int, rank: int) -> None:
+        calls = calls_by_rank[(rank + step) % len(calls_by_rank)]
+        lm_loss(model, batch(step, rank), calls).backward()
+
+    return backward
+
+
+def _setting(reshard: bool, group_policy: str = "isolated") -> Setting:
+    return Setting(steps=3, reshard=reshard, group_policy=group_policy)
+
+
+def _modes(reshard: bool, calls: tuple[tuple[int, ...], ...]) -> None:
+    for mode in MODES:
+
+        def build(mode: str = mode) -> ToyLM:
+            return make(mode)
+
+        try:
+            hold_to_reference(calling(calls), _setting(reshard), build)
+        except AssertionError as error:
+            raise AssertionError(f"mode {mode}: {error}") from error
+    hold_to_reference(calling(calls), _setting(reshard, "shared"), make)
+
+
+@pytest.mark.parametrize("reshard", [True, False], ids=["z3", "z2"])
+def test_ranks_call_differently(reshard: bool) -> None:
+    """Blocks are called 0, 1, 2 and 3 times, differently on each of 3 ranks and in each step, in six output shapes."""
+    run_ranks(3, _modes, reshard, DIVERGENT)
+
+
+@pytest.mark.parametrize("calls", [(1, 1, 1), (2, 0, 3)], ids=str)
+def test_ranks_call_alike(calls: tuple[int, ...]) -> None:
+    """The same calls on both ranks: once each, and repeated with one block skipped everywhere."""
+    run_ranks(2, _modes, True, (calls,))

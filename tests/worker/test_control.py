@@ -1,0 +1,78 @@
+"""All ranks obey at the same step."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.connection import Connection
+
+import pytest
+
+from worker.contract.kernels import Kernel, KernelPolicy
+from worker.control import Agreement, Directive, Mailbox
+
+
+def test_a_directive_survives_its_encoding() -> None:
+    for tripped in [frozenset[Kernel](), frozenset({Kernel.QUACK}), frozenset(Kernel)]:
+        for stop in (False, True):
+            directive = Directive(KernelPolicy(epoch=1 << 40, tripped=tripped), stop)
+            assert Directive.decode(directive.encode()) == directive
+
+
+def test_an_older_policy_is_ignored() -> None:
+    mailbox = Mailbox(KernelPolicy(epoch=3))
+    mailbox.set_kernels(KernelPolicy(epoch=2, tripped=frozenset({Kernel.BLOCKED})))
+    assert mailbox.read().policy == KernelPolicy(epoch=3)
+
+
+def test_alone_a_message_counts_from_the_step_after_the_next() -> None:
+    mailbox = Mailbox()
+    agreement = Agreement(mailbox, timeout_s=1)
+    assert not agreement.next(last=False).stop
+    mailbox.stop()
+    assert [agreement.next(last=False).stop for _ in range(2)] == [False, True]
+
+
+def _member(rank: int, address: str, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from worker.rendezvous import connect_store, join_group, leave_group
+
+    join_group(connect_store(address, 30), rank, 2, torch.device("cpu"), join_timeout_s=30, timeout_s=30)
+    mailbox = Mailbox()
+    agreement = Agreement(mailbox, timeout_s=30)
+    seen = []
+    for step in range(12):
+        if step == 3 and rank == 0:
+            mailbox.set_kernels(KernelPolicy(epoch=1, tripped=frozenset({Kernel.BLOCKED})))
+        if step == 4 and rank == 1:
+            mailbox.stop()  # only rank 0's mailbox counts
+        if step == 6 and rank == 0:
+            mailbox.stop()
+        directive = agreement.next(last=step == 11)
+        seen.append((directive.policy.epoch, sorted(directive.policy.tripped), directive.stop))
+        if directive.stop:
+            break
+        dist.barrier()
+    pipe.send(seen)
+    leave_group()
+
+
+@pytest.mark.multiproc
+def test_two_ranks_change_and_stop_together() -> None:
+    from worker.rendezvous import serve_store
+
+    store = serve_store("127.0.0.1", 30)
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for rank in range(2):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_member, args=(rank, f"127.0.0.1:{store.port}", theirs), daemon=True)
+        process.start()
+        pipes.append(ours)
+        processes.append(process)
+    seen = [pipe.recv() if pipe.poll(60) else None for pipe in pipes]
+    for process in processes:
+        process.join(10)
+    assert seen[0] == seen[1]
+    assert seen[0] == [(0, [], False)] * 4 + [(1, ["blocked"], False)] * 3 + [(1, ["blocked"], True)]

@@ -1,0 +1,125 @@
+"""Whole runs without Ray: the same weights for any number of workers, reports that add up, failures that end all."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.worker.specs import tiny_document, tiny_spec
+from worker.contract.load import validate_spec
+from worker.contract.messages import Milestone, RankReport
+from worker.contract.states import Reason
+from worker.local import Body, run_local
+
+pytestmark = pytest.mark.multiproc
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def run(document: dict[str, Any], directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    file = directory / "spec.json"
+    file.write_text(json.dumps(document))
+    command = [sys.executable, "-m", "worker", "run", str(file), *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
+
+
+def reports(done: subprocess.CompletedProcess[str]) -> list[RankReport]:
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return [RankReport.model_validate(line) for line in lines if line["kind"] == "rank_report"]
+
+
+def test_any_number_of_workers_reaches_the_same_weights(tmp_path: Path) -> None:
+    weights: dict[int, dict[str, torch.Tensor]] = {}
+    losses: dict[int, list[float]] = {}
+    for world_size in (1, 2, 3, 4):
+        saved = tmp_path / f"{world_size}.pt"
+        # A rate at which float32 rounding of the gradients, which Newton-Schulz amplifies, stays small in the weights.
+        document = tiny_document(world_size, optimizer={"muon": {"lr": 0.004}, "adamw": {"lr": 0.0005}})
+        told: list[Body] = []
+        end = run_local(validate_spec(document), told.append, save=saved)
+        assert end.reason == Reason.COMPLETED, end
+        weights[world_size] = torch.load(saved, weights_only=True)
+        losses[world_size] = [body.loss for body in told if isinstance(body, RankReport) and body.rank == 0]
+        verified = [body for body in told if isinstance(body, Milestone) and body.name == "routes_verified"]
+        assert len(verified) == world_size and all(body.data["ok"] for body in verified)
+    for world_size in (2, 3, 4):
+        assert losses[world_size] == pytest.approx(losses[1], rel=1e-5)
+        for name, expected in weights[1].items():
+            difference = (weights[world_size][name] - expected).norm() / expected.norm()
+            assert float(difference) < 1e-5, f"{name} with {world_size} workers"
+
+
+def test_reports_add_up(tmp_path: Path) -> None:
+    training: dict[str, Any] = {"steps": 4, "global_batch": 12, "micro_batch": 3, "clip_grad_norm": 0.5}
+    training["schedule"] = {"kind": "linear", "warmup_steps": 2}
+    done = run(tiny_document(2, training=training, kernels={"kernel": "blocked"}), tmp_path, "--json")
+    assert done.returncode == 0, done.stderr
+    entries = reports(done)
+    by_rank = [[entry for entry in entries if entry.rank == rank] for rank in (0, 1)]
+    assert [[entry.step for entry in own] for own in by_rank] == [[1, 2, 3, 4]] * 2
+    assert [entry.loss for entry in by_rank[0]] == [entry.loss for entry in by_rank[1]], "the same on every rank"
+    assert [entry.grad_norm for entry in by_rank[0]] == [entry.grad_norm for entry in by_rank[1]]
+    last = [own[-1] for own in by_rank]
+    assert sum(entry.tokens_total for entry in last) == 4 * 12 * 32
+    assert sum(total.matrices for entry in last for total in entry.ns) == 4 * 14
+    assert (
+        {total.kernel.value for entry in last for total in entry.ns} == {"blocked"} == {e.kernel.value for e in entries}
+    )
+    assert all(sum(entry.step_seconds_buckets) == 4 for entry in last)
+    assert [entry.lr["muon"] for entry in by_rank[0]] == pytest.approx([0.01, 0.02, 0.01, 0.0])
+    assert [entry.lr["adamw"] for entry in by_rank[0]] == pytest.approx([0.0005, 0.001, 0.0005, 0.0])
+    assert {stats.route for entry in last for stats in entry.routes} == {"muon", "adamw", "sharded_adamw"}
+    assert all(entry.ns_orthogonality_error is not None for entry in entries)
+
+
+def test_bfloat16_and_activation_checkpointing_train(tmp_path: Path) -> None:
+    document = tiny_document(1, training={"steps": 8, "global_batch": 4, "precision": "bfloat16"})
+    document["model"]["activation_checkpointing"] = True
+    done = run(document, tmp_path, "--json")
+    assert done.returncode == 0, done.stderr
+    losses = [entry.loss for entry in reports(done)]
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_a_rank_that_dies_ends_all() -> None:
+    import os
+    import signal
+
+    import psutil
+
+    seen: list[Body] = []
+
+    def kill_rank_one(body: Body) -> None:
+        seen.append(body)
+        if isinstance(body, RankReport) and body.rank == 1 and body.step == 2:
+            children = psutil.Process().children()
+            ranks = sorted((c for c in children if "spawn_main" in " ".join(c.cmdline())), key=lambda c: c.pid)
+            os.kill(ranks[-1].pid, signal.SIGKILL)
+
+    spec = tiny_spec(2, training={"steps": 100_000, "global_batch": 12})
+    end = run_local(spec, kill_rank_one)
+    assert end.reason == Reason.WORKER_LOST, end
+    assert not [c for c in psutil.Process().children() if "spawn_main" in " ".join(c.cmdline())]
+
+
+def test_ranks_with_another_plan_than_the_job_do_not_start() -> None:
+    seen: list[Body] = []
+    end = run_local(tiny_spec(1), seen.append, plan_hash="0" * 64)
+    assert end.reason == Reason.SETUP_FAILED and "was accepted with plan 000000000000" in end.message
+    assert [body.name for body in seen if isinstance(body, Milestone)] == ["group_formed"]
+
+
+def test_a_refused_spec_exits_with_two_and_says_all(tmp_path: Path) -> None:
+    document = tiny_document(1, data={"files": ["/nonexistent"], "sequence_length": 8}, routing={})
+    done = run(document, tmp_path)
+    assert done.returncode == 2
+    assert "/data/files/0" in done.stderr and "model.norm.weight" in done.stderr and "lm_head.weight" in done.stderr

@@ -1,0 +1,111 @@
+"""Plans, and refusals with all their reasons."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.worker.specs import tiny_document, tiny_spec
+from worker.contract.errors import PlanRefused
+from worker.contract.planning import PlanAnswer, PlanRequest
+from worker.planner import answer, make_plan
+from worker.settings import WorkerSettings
+
+NORMS: dict[str, Any] = {"overrides": [{"name": ["embed_tokens", "lm_head"], "set": {"route": "sharded_adamw"}}]}
+
+
+def refusals(**sections: Any) -> dict[str, str]:
+    """Pointer and message of each error, by pointer (the last where several share one)."""
+    with pytest.raises(PlanRefused) as caught:
+        make_plan(tiny_spec(2, **sections))
+    return {entry.pointer: f"{entry.code}: {entry}" for entry in caught.value.errors}
+
+
+def test_a_plan_says_it_all(tmp_path: Path) -> None:
+    spec = tiny_spec(2, training={"steps": 1, "global_batch": 12, "micro_batch": 3})
+    plan = make_plan(spec, WorkerSettings(cache_directory=tmp_path))
+    assert {route.route: route.parameters for route in plan.routes} == {"muon": 14, "adamw": 5, "sharded_adamw": 2}
+    assert plan.ns_matrices == sum(rank.matrices for rank in plan.ranks) == 14
+    assert plan.tokens_per_step == 12 * 32
+    forward, reduce = (
+        next(entry for entry in plan.traffic if (entry.route, entry.phase) == ("sharded_adamw", phase))
+        for phase in ("forward", "reduce")
+    )
+    assert (forward.collectives, reduce.collectives) == (2 * 2, 2), "two micro batches gather twice and reduce once"
+    rules = {entry.name: entry.rule for entry in plan.parameters}
+    assert rules["lm_head.weight"] == "overrides[1]" and rules["model.layers.0.mlp.up_proj.weight"] == "defaults"
+    assert plan.plan_hash == make_plan(spec, WorkerSettings(cache_directory=tmp_path)).plan_hash
+    assert plan.plan_hash != make_plan(tiny_spec(3), WorkerSettings(cache_directory=tmp_path)).plan_hash
+
+
+def test_a_norm_left_on_muon_is_refused_by_name_with_the_cure() -> None:
+    with pytest.raises(PlanRefused) as caught:
+        make_plan(tiny_spec(routing=NORMS))
+    errors = caught.value.errors
+    assert len(errors) == 5, "each norm is an offender of its own"
+    assert {entry.pointer for entry in errors} == {"/routing"}
+    assert any("model.norm.weight" in entry.message and '"route": "adamw"' in entry.message for entry in errors)
+
+
+def test_all_sections_are_judged_at_once() -> None:
+    found = refusals(
+        data={"files": ["/nonexistent/*.txt"], "sequence_length": 32},
+        mesh={"replicate": 2},
+        routing=NORMS,
+        kernels={"kernel": "cute_sm80"},
+    )
+    assert set(found) == {"/data/files/0", "/mesh/replicate", "/routing", "/kernels/kernel"}
+    assert "SM80+" in found["/kernels/kernel"]
+
+
+def test_kernels_are_checked() -> None:
+    elsewhere = make_plan(tiny_spec(2, kernels={"kernel": "quack"}, resources={"gpus_per_worker": 1}))
+    assert elsewhere.world_size == 2, "a machine without a GPU does not judge the workers' GPUs"
+    assert "SM90+" in refusals(kernels={"kernel": "quack"})["/kernels/kernel"]
+    assert "beyond the last of 5 steps" in refusals(kernels={"restarts": [5]})["/kernels/restarts"]
+    found = refusals(kernels={"coefficients": [[3.0, 3.0, 3.0]]})
+    assert "grows beyond" in found["/kernels/coefficients"]
+
+
+def test_hook_boundaries_must_exist() -> None:
+    routing = tiny_document()["routing"] | {"hook_boundaries": ["LlamaDecoderLayer", "NoSuchLayer"]}
+    found = refusals(routing=routing)
+    assert set(found) == {"/routing/hook_boundaries/1"}
+    routing["hook_boundaries"] = ["LlamaMLP"]
+    units = {entry.unit for entry in make_plan(tiny_spec(routing=routing)).parameters}
+    assert {"model.layers.0.mlp", "model.embed_tokens", "lm_head"} <= units
+
+
+def test_the_answer_is_a_value_whatever_happens() -> None:
+    def ask(request: PlanRequest) -> PlanAnswer:
+        return PlanAnswer.model_validate_json(answer(request.model_dump_json()))
+
+    assert ask(PlanRequest(spec_json=tiny_spec().model_dump_json())).plan is not None
+    assert [e.code for e in ask(PlanRequest(spec_json=tiny_spec(routing=NORMS).model_dump_json())).errors] == [
+        "route_refused"
+    ] * 5
+    unknown = json.dumps(tiny_document() | {"modle": {}})
+    assert [e.pointer for e in ask(PlanRequest(spec_json=unknown)).errors] == ["/modle"]
+    kernels = ask(PlanRequest()).kernels
+    assert kernels is not None and {entry.kernel.value for entry in kernels if entry.available} >= {"auto", "cublas"}
+    assert PlanAnswer.model_validate_json(answer("{")).failure is not None
+
+
+def test_serving_answers_a_line_for_a_line() -> None:
+    requests = [PlanRequest().model_dump_json(), PlanRequest(spec_json="{}").model_dump_json(), "nonsense"]
+    done = subprocess.run(
+        [sys.executable, "-m", "worker", "plan", "--serve"],
+        input="\n".join(requests) + "\n",
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    answers = [PlanAnswer.model_validate_json(line) for line in done.stdout.splitlines()]
+    assert [bool(entry.kernels) for entry in answers] == [True, False, False]
+    assert answers[1].errors and answers[2].failure is not None

@@ -1,0 +1,168 @@
+"""The actor of one rank: runs the training in a thread of its own and never raises a foreign exception."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from typing import Any
+
+import ray
+
+from worker.contract.errors import ErrorValue
+from worker.contract.kernels import KernelPolicy
+from worker.contract.messages import AttemptStart, Entry, Milestone, RankError, RankReport
+from worker.contract.spec import JobSpec
+from worker.outcome import EndKind, RankEnd
+
+__all__ = ["RankActor", "Sender"]
+
+_BATCH = 512
+_FLUSH_S = 5.0
+
+
+class Sender:
+    """Sends what a rank tells in batches, from a thread of its own: training never waits for the supervisor.
+
+    The queue is bounded; when it is full the oldest go, and the next batch says how many.
+    """
+
+    def __init__(self, supervisor: Any, fence: str, limit: int) -> None:
+        self._supervisor, self._fence, self._limit = supervisor, fence, limit
+        self._queue: deque[str] = deque()
+        self._dropped = 0
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._send_all, name="reports", daemon=True)
+        self._thread.start()
+
+    def put(self, body: RankReport | Milestone | RankError) -> None:
+        """Queue ``body``; returns at once."""
+        text = Entry(seq=0, body=body).model_dump_json()
+        with self._changed:
+            self._queue.append(text)
+            if len(self._queue) > self._limit:
+                self._queue.popleft()
+                self._dropped += 1
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Send what is left, for a bounded time."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(_FLUSH_S)
+
+    def _send_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._queue) or self._closing)
+                if not self._queue:
+                    return
+                batch = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
+                dropped, self._dropped = self._dropped, 0
+            try:
+                ray.get(self._supervisor.push.remote(self._fence, batch, dropped), timeout=60)
+            except Exception:  # the supervisor is gone or stuck: training goes on, the loss is counted
+                with self._changed:
+                    self._dropped += dropped + len(batch)
+                    if self._closing:
+                        return
+                time.sleep(1.0)
+
+
+class RankActor:
+    """One rank of an attempt. Torch is imported when it is first needed, so that a broken install is an answer."""
+
+    def __init__(self, attempt_json: str, rank: int) -> None:
+        self._attempt = AttemptStart.model_validate_json(attempt_json)
+        self._rank = rank
+        self._mailbox: Any = None
+        self._store: Any = None
+
+    def hello(self) -> dict[str, str | int | float]:
+        """Say where this rank runs: ``pid``, ``started`` (clock ticks since boot), ``node_id`` and ``host``."""
+        context = ray.get_runtime_context()
+        return {
+            "pid": os.getpid(),
+            "started": _start_ticks(os.getpid()),
+            "node_id": context.get_node_id(),
+            "host": ray.util.get_node_ip_address(),
+        }
+
+    def prepare(self, serve: bool) -> str:
+        """Import what training needs; serve the store if asked to. Returns ``address``, or an ErrorValue as JSON."""
+        try:
+            from worker.control import Mailbox
+            from worker.rendezvous import serve_store
+            from worker.settings import read_settings
+            from worker.train import train  # noqa: F401  (imports torch, transformers and the runtime)
+
+            self._mailbox = Mailbox(self._attempt.kernels)
+            if not serve:
+                return ""
+            host = ray.util.get_node_ip_address()
+            self._store = serve_store(host, read_settings().join_timeout_s)
+            return f"{host}:{self._store.port}"
+        except BaseException as error:  # a broken install can raise anything
+            return ErrorValue.from_exception(error, rank=self._rank).model_dump_json()
+
+    def run(self, address: str, supervisor: Any) -> str:
+        """Train to the end; returns a :class:`RankEnd` as JSON, whatever happens."""
+        from worker.settings import read_settings
+
+        sender = Sender(supervisor, self._attempt.fence, read_settings().report_queue_limit)
+        begun = False
+        try:
+            seat = self._seat(address, sender)
+            try:
+                outcome = self.train(seat)
+            finally:
+                begun = seat.phase == "done"
+            end = RankEnd(rank=self._rank, kind=EndKind(outcome), at=time.time())
+        except Exception as error:  # a foreign exception may not survive pickling: it becomes a value here
+            value = ErrorValue.from_exception(error, rank=self._rank)
+            sender.put(RankError(at=time.time(), error=value))
+            end = RankEnd(rank=self._rank, kind=EndKind.FAILED, at=time.time(), set_up=begun, error=value)
+        sender.close()
+        return end.model_dump_json()
+
+    def train(self, seat: Any) -> str:
+        """Train from a :class:`worker.train.Rank` to the end; returns the outcome."""
+        from worker.train import train
+
+        return train(seat).value
+
+    def _seat(self, address: str, sender: Sender) -> Any:
+        from worker import train
+        from worker.device import decide_device, limit_threads
+        from worker.rendezvous import connect_store
+        from worker.settings import read_settings
+
+        spec = JobSpec.model_validate_json(self._attempt.spec_json)
+        settings = read_settings()
+        limit_threads(spec)
+        store = self._store or connect_store(address, settings.join_timeout_s)
+        return train.Rank(
+            spec, self._rank, decide_device(spec, 0), store, settings, self._mailbox, sender.put,
+            plan_hash=self._attempt.plan_hash or None,
+        )  # fmt: skip
+
+    def set_kernels(self, policy_json: str) -> None:
+        """Take a kernel policy; all ranks change at the step that rank 0 announces."""
+        if self._mailbox is not None:
+            self._mailbox.set_kernels(KernelPolicy.model_validate_json(policy_json))
+
+    def stop(self) -> None:
+        """Stop at the step that rank 0 announces."""
+        if self._mailbox is not None:
+            self._mailbox.stop()
+
+
+def _start_ticks(pid: int) -> int:
+    """Start time of a process in clock ticks since boot: with the pid, it names a process for good."""
+    with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+        return int(file.read().rpartition(")")[2].split()[19])
+    return 0

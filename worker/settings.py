@@ -1,0 +1,36 @@
+"""Settings of a worker process: all that is not in the job spec. The only module here that reads the environment."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["WorkerSettings", "read_settings"]
+
+
+def _default_cache() -> Path:
+    return Path(tempfile.gettempdir()) / f"dmuon-{os.getuid()}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """What one worker process is told by its machine."""
+
+    cache_directory: Path = field(default_factory=_default_cache)
+    """Where tokenized text is kept between runs; ``DMUON_CACHE_DIR``."""
+    join_timeout_s: float = 120.0
+    """How long a rank waits for the others to join the process group."""
+    collective_timeout_s: float = 600.0
+    """How long one collective may take before the process group gives up."""
+    report_queue_limit: int = 4096
+    """Reports of a rank that wait to be sent; more are dropped, oldest first, and counted."""
+    orthogonality_every_steps: int = 25
+    """Steps between two samples of the orthogonality of an update."""
+
+
+def read_settings() -> WorkerSettings:
+    """Read the environment. Call it once, where a process starts."""
+    cache = os.environ.get("DMUON_CACHE_DIR")
+    return WorkerSettings(cache_directory=Path(cache)) if cache else WorkerSettings()
