@@ -60,7 +60,7 @@ class ProcessLauncher:
 
     def __init__(self, address: str, environment: Mapping[str, str] | None = None) -> None:
         command = [sys.executable, "-m", "orchestrator.launcher", address]
-        self._child = LineProcess(command, what="process that speaks to Ray", environment=environment)
+        self._child = LineProcess(command, what="process that speaks to Ray", environment=environment, polite_s=2.0)
 
     def capacity(self) -> Capacity:
         """See :class:`~orchestrator.launcher_api.Launcher`."""

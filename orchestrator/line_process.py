@@ -17,14 +17,16 @@ from orchestrator.settings import child_environment
 
 __all__ = ["LineProcess"]
 
-_POLITE_S, _TERMINATE_S = 2.0, 3.0
+_TERMINATE_S = 3.0
 
 
 class LineProcess:
-    """The child that ``command`` starts; ``what`` names it in errors."""
+    """The child that ``command`` starts; ``what`` names it in errors, ``polite_s`` is how long it may take to end."""
 
-    def __init__(self, command: Sequence[str], *, what: str, environment: Mapping[str, str] | None = None) -> None:
-        self._command, self._what = tuple(command), what
+    def __init__(
+        self, command: Sequence[str], *, what: str, environment: Mapping[str, str] | None = None, polite_s: float = 0.5
+    ) -> None:
+        self._command, self._what, self._polite_s = tuple(command), what, polite_s
         self._environment = dict(environment or {})
         self._turn = threading.Lock()
         self._closed = False
@@ -63,7 +65,7 @@ class LineProcess:
                 child.terminate()
             self._turn.acquire()
         try:
-            self._end_child(polite_s=_POLITE_S)
+            self._end_child(polite_s=self._polite_s)
         finally:
             self._turn.release()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 from pydantic import BaseModel, ConfigDict
 
-__all__ = ["ProcessRecord", "end_processes", "session_processes"]
+__all__ = ["ProcessRecord", "end_processes", "helpers_of", "session_processes"]
 
 
 class ProcessRecord(BaseModel):
@@ -66,6 +66,18 @@ def session_processes(leader: int) -> list[psutil.Process]:
             if os.getsid(process.pid) == leader:
                 found[process.pid] = process
     return list(found.values())
+
+
+def helpers_of(process: psutil.Process) -> list[psutil.Process]:
+    """Return a process's descendants that share its session: what began one of its own, like Ray, is no helper."""
+    found: list[psutil.Process] = []
+    with contextlib.suppress(OSError, psutil.Error):
+        session = os.getsid(process.pid)
+        for child in process.children(recursive=True):
+            with contextlib.suppress(OSError):
+                if os.getsid(child.pid) == session:
+                    found.append(child)
+    return found
 
 
 def end_processes(first: psutil.Process, others: Iterable[psutil.Process], *, patience_s: float) -> list[int]:

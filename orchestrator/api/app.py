@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import cast
 
+import anyio
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
@@ -42,8 +43,9 @@ def create_app(
             service.reconciler.start()
         yield
         service.hub.stop()
-        planner.close()
-        await run_in_threadpool(service.reconciler.stop)
+        async with anyio.create_task_group() as ends:
+            ends.start_soon(run_in_threadpool, planner.close)
+            ends.start_soon(run_in_threadpool, service.reconciler.stop)
         await run_in_threadpool(launcher.close)
         service.database.close()
 

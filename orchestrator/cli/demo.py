@@ -18,7 +18,7 @@ from orchestrator.cli._console import FAILED
 from orchestrator.cli.follow import follow
 from orchestrator.client import Client
 from orchestrator.errors import RequestRefused, ServiceError, ServiceUnreachable
-from orchestrator.processes import end_processes
+from orchestrator.processes import end_processes, helpers_of
 from orchestrator.ray_process import live_ray, stop_ray
 from orchestrator.settings import Settings, child_environment
 
@@ -116,7 +116,7 @@ def _take_down(settings: Settings, child: subprocess.Popen[bytes]) -> list[int]:
     leaders = {child.pid} | ({ray.pid} if ray is not None else set())
     if child.poll() is None:
         server = psutil.Process(child.pid)
-        end_processes(server, server.children(recursive=True), patience_s=15.0)
+        end_processes(server, helpers_of(server), patience_s=15.0)
     child.wait(10.0)
     stop_ray(settings)
     left = []

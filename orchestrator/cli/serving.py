@@ -10,7 +10,7 @@ from orchestrator.cli._console import console, server_record_path
 from orchestrator.errors import RayProcessError
 from orchestrator.launcher_process import ProcessLauncher
 from orchestrator.planner import EntryPlanner, Planner, ProcessPlanner
-from orchestrator.processes import ProcessRecord, end_processes
+from orchestrator.processes import ProcessRecord, end_processes, helpers_of
 from orchestrator.ray_process import start_ray, stop_ray
 from orchestrator.server import serve
 from orchestrator.settings import Settings, ray_auth_environment
@@ -52,6 +52,6 @@ def down(settings: Settings) -> list[int]:
     record = ProcessRecord.load(server_record_path(settings))
     process = None if record is None else record.process()
     if process is not None:
-        left = end_processes(process, process.children(recursive=True), patience_s=10.0)
+        left = end_processes(process, helpers_of(process), patience_s=10.0)
         server_record_path(settings).unlink(missing_ok=True)
     return left + stop_ray(settings)

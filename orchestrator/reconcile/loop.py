@@ -75,7 +75,7 @@ class Reconciler:
         for event in self._wake:
             event.set()
 
-    def stop(self, timeout_s: float = 2.0) -> None:
+    def stop(self, timeout_s: float = 1.0) -> None:
         """End the threads and give the lease back. A call that is still in progress is left to its own time limit."""
         self._stop.set()
         self.wake()
