@@ -1,11 +1,7 @@
 """The distributed Muon runtime: routing, ownership, communication, kernels and state. Depends on torch alone."""
 
 from dmuon_runtime.clip import clip_grad_norm_
-from dmuon_runtime.coefficients import (
-    KELLER_JORDAN_COEFFICIENTS,
-    POLAR_EXPRESS_COEFFICIENTS,
-    YOU_COEFFICIENTS,
-)
+from dmuon_runtime.coefficients import KELLER_JORDAN_COEFFICIENTS, POLAR_EXPRESS_COEFFICIENTS, YOU_COEFFICIENTS
 from dmuon_runtime.counters import CommCount, Counters, CountersSnapshot
 from dmuon_runtime.dedicate import dedicate_params, plan_params
 from dmuon_runtime.errors import (
@@ -27,7 +23,7 @@ from dmuon_runtime.errors import (
     UnmanagedParameters,
     UnsupportedFeature,
 )
-from dmuon_runtime.kernels._registry import get_backend_status, get_ns_backend
+from dmuon_runtime.kernels import get_backend_status, get_ns_backend
 from dmuon_runtime.muon import Muon
 from dmuon_runtime.newton_schulz import (
     NewtonSchulz,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["AdamWSettings", "adamw_update"]
+__all__ = ["AdamWSettings", "AdamWTensors", "adamw_update", "apply_change", "gated_factor"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,13 @@ def _decay(state: Sequence[Tensor], factor: float, gate: Tensor | None) -> None:
     if gate is None:
         torch._foreach_mul_(list(state), factor)
     else:
-        torch._foreach_mul_(list(state), torch.where(gate > 0, factor, 1.0).to(state[0].dtype))
+        torch._foreach_mul_(list(state), gated_factor(factor, gate, state[0].dtype))
+
+
+def gated_factor(factor: float, gate: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``factor`` (0-dim, exact in ``dtype``) where the gate is open, and 1 where it is closed."""
+    value = torch.full((), factor, dtype=dtype, device=gate.device)
+    return torch.where(gate > 0, value, torch.ones_like(value))
 
 
 def apply_change(weights: Sequence[Tensor], changes: Sequence[Tensor], decay: float, gate: Tensor | None) -> None:

@@ -1,11 +1,14 @@
 """One bucket at run time: the flat buffer that parameters are views of, the master weights, the reduced gradient.
 
-The module's parameters are the original objects for good: their data are views of the bucket's flat buffer, whose
-storage has size 0 while the bucket is freed. Reading a freed parameter raises in torch; its shape, dtype and name stay.
+The module's parameters are the original objects for good. While materialised their data are views of the bucket's flat
+buffer. While freed the buffer's storage has size 0, and the data are one NaN expanded to the full shape: name, shape
+and dtype stay, and a read outside the boundary is loud without touching memory that is gone. The buffer object itself
+stays, because autograd keeps views of it that are valid again once it is refilled.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -65,9 +68,10 @@ class Bucket:
         """Mean gradient over ranks since the last zero_grad, flat like ``master``; None before the first reduction."""
         self.master = self._take_master()
         self.flat = torch.empty(plan.numel, dtype=DTYPE_NAMES[plan.param_dtype], device=transport.device)
-        for parameter, view in zip(self.parameters, self.views(self.flat), strict=True):
-            parameter.data = view
-        self._resize(0)
+        self._present = self.views(self.flat)
+        nothing = torch.full((), math.nan, dtype=self.flat.dtype, device=transport.device)
+        self._absent = [nothing.expand(shape) for shape in self._shapes]
+        self.free()
 
     @torch.no_grad()
     def _take_master(self) -> Tensor | None:
@@ -107,6 +111,7 @@ class Bucket:
     def issue_gather(self, phase: str) -> None:
         """Allocate the buffer and start to fill it from the masters."""
         self._resize(self.plan.gather_bytes)
+        self._show(self._present)
         if self.is_sharded:
             assert self.master is not None
             shard = self.master.to(self.flat.dtype)
@@ -128,7 +133,12 @@ class Bucket:
     def free(self) -> None:
         """Give the buffer's memory back; waits first for a collective that still fills it."""
         self.wait_gather()
+        self._show(self._absent)
         self._resize(0)
+
+    def _show(self, contents: Sequence[Tensor]) -> None:
+        for parameter, data in zip(self.parameters, contents, strict=True):
+            parameter.data = data
 
     def _resize(self, num_bytes: int) -> None:
         storage = self.flat.untyped_storage()

@@ -50,17 +50,9 @@ def plan_params(
     """
     _refuse_replicas(replicate_mesh)
     options = PlanOptions(
-        param_policy=param_policy,
-        storage=storage,
-        reshard_after_forward=reshard_after_forward,
-        hook_boundary_predicate=hook_boundary_predicate,
-        hook_boundary_strict=hook_boundary_strict,
-        route_hint_fn=route_hint_fn,
-        strict_routes=strict_routes,
-        owner_strategy=owner_strategy,
-        owner_cost_model=owner_cost_model,
-        process_group_policy=process_group_policy,
-    )
+        param_policy, storage, reshard_after_forward, hook_boundary_predicate, hook_boundary_strict, route_hint_fn,
+        strict_routes, owner_strategy, owner_cost_model, process_group_policy,
+    )  # fmt: skip
     return build_plan(model, world_size, predicate, options)
 
 
@@ -90,24 +82,18 @@ def dedicate_params(
     """
     counters = Counters()
     transport = Transport(mesh, process_group_policy, counters)
-    make_plan = partial(
-        plan_params,
-        model,
-        transport.world_size,
-        predicate,
-        param_policy=param_policy,
-        replicate_mesh=replicate_mesh,
-        storage=storage,
-        reshard_after_forward=reshard_after_forward,
-        hook_boundary_predicate=hook_boundary_predicate,
-        hook_boundary_strict=hook_boundary_strict,
-        route_hint_fn=route_hint_fn,
-        strict_routes=strict_routes,
-        owner_strategy=owner_strategy,
-        owner_cost_model=owner_cost_model,
-        process_group_policy=process_group_policy,
-    )
-    plan = _agree_on_plan(model, make_plan, transport)
+    make_options = partial(
+        PlanOptions,
+        param_policy, storage, reshard_after_forward, hook_boundary_predicate, hook_boundary_strict, route_hint_fn,
+        strict_routes, owner_strategy, owner_cost_model, process_group_policy,
+    )  # fmt: skip
+
+    def make_plan() -> RuntimePlan:
+        _refuse_second(model)
+        _refuse_replicas(replicate_mesh)
+        return build_plan(model, transport.world_size, predicate, make_options())
+
+    plan = _agree_on_plan(make_plan, transport)
     runtime = _take_over(model, plan, transport, counters)
     register_runtime(model, runtime)
     return {
@@ -132,11 +118,10 @@ def _refuse_second(model: nn.Module) -> None:
         )
 
 
-def _agree_on_plan(model: nn.Module, make_plan: Callable[[], RuntimePlan], transport: Transport) -> RuntimePlan:
+def _agree_on_plan(make_plan: Callable[[], RuntimePlan], transport: Transport) -> RuntimePlan:
     """Plan, and compare with all ranks before any collective that depends on the plan; a refusal stops every rank."""
     refusal: DMuonError | None = None
     try:
-        _refuse_second(model)
         plan = make_plan()
         answer = plan.hash
     except DMuonError as error:

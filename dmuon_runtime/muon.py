@@ -9,7 +9,7 @@ from typing import Literal, cast, overload
 import torch
 from torch import Tensor, nn
 
-from dmuon_runtime.adamw import AdamWSettings, AdamWTensors, adamw_update, apply_change
+from dmuon_runtime.adamw import AdamWSettings, AdamWTensors, adamw_update, apply_change, gated_factor
 from dmuon_runtime.errors import NonFiniteGradient, SettingError, UnmanagedParameters
 from dmuon_runtime.groups import GroupDefaults, build_groups
 from dmuon_runtime.matrices import matrix_blocks
@@ -44,6 +44,7 @@ class Muon(torch.optim.Optimizer):
     schedulers keep the ratio. State exists from construction, for what this rank owns. A parameter for which no
     rank had a gradient is left alone: no momentum, no decay. ``non_finite`` says what an infinite or NaN gradient does:
     ``skip`` leaves all weights and state as they are, ``raise`` raises :class:`NonFiniteGradient` on all ranks.
+    ``replicate_async`` concerns replicas, of which one shard mesh has none.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Muon(torch.optim.Optimizer):
         self.last_step: StepOutcome | None = None
         self.clip_norm: Tensor | None = None
         """Norm found by the clip that belongs to the coming step."""
+        self._kept_places: dict[tuple[int, ...], Tensor] = {}
         self.pieces = collect_pieces(runtime)
         for piece in self.pieces:
             self.state[piece.parameter] = piece.make_state()
@@ -137,9 +139,15 @@ class Muon(torch.optim.Optimizer):
         flags = torch.zeros(len(self.runtime.plan.parameters), device=self.runtime.transport.device)
         if pieces:
             largest = torch.stack(torch._foreach_norm([piece.gradient for piece in pieces], float("inf")))
-            where = torch.tensor([piece.index for piece in pieces], device=flags.device)
-            flags[where] = (~torch.isfinite(largest)).to(flags.dtype)
+            flags[self._places(pieces)] = (~torch.isfinite(largest)).to(flags.dtype)
         return flags
+
+    def _places(self, pieces: Sequence[Piece]) -> Tensor:
+        """Return the plan indices of ``pieces`` on the device; kept, because a copy from the host would synchronise."""
+        key = tuple(piece.index for piece in pieces)
+        if key not in self._kept_places:
+            self._kept_places = {key: torch.tensor(key, device=self.runtime.transport.device)}
+        return self._kept_places[key]
 
     def _apply(self, pieces: Sequence[Piece], gate: Tensor | None) -> dict[str, UpdateTotals]:
         by_parameter = {id(piece.parameter): piece for piece in pieces}
@@ -194,7 +202,7 @@ class Muon(torch.optim.Optimizer):
             buffer.mul_(momentum).add_(gradient)
         else:
             gradient = torch.where(gate > 0, gradient, 0.0)
-            buffer.mul_(torch.where(gate > 0, momentum, 1.0).to(buffer.dtype)).add_(gradient)
+            buffer.mul_(gated_factor(momentum, gate, buffer.dtype)).add_(gradient)
         return gradient.add(buffer, alpha=momentum) if self.nesterov else buffer
 
 

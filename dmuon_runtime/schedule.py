@@ -1,6 +1,7 @@
 """The order of all collectives, and how ranks whose execution differs stay in it.
 
-Note "One schedule, settled at sync points". A *round* materialises every unit once, in forward order. A *half* is one
+Note "One schedule, settled at sync points". A *round* materialises every unit once, in forward order (the plan's, then
+the one recorded in the first step). A *half* is one
 backward: it materialises units in backward order (Z3) and reduces them in reverse forward order. A rank that needs a
 unit first issues everything before it in the order, so units that it skips are issued as well, and what is left is
 issued when the round or half ends on that rank. Inside a round or half, ranks may therefore differ at will.
@@ -28,6 +29,7 @@ from enum import Enum, IntEnum
 
 from dmuon_runtime.buckets import PendingReduce
 from dmuon_runtime.errors import CallMismatch
+from dmuon_runtime.orders import Orders
 from dmuon_runtime.transport import Transport
 from dmuon_runtime.unit import Unit, UnitState
 
@@ -79,8 +81,7 @@ class Schedule:
         self.units = tuple(units)
         self.stage = Stage.IDLE
         self.no_sync_depth = 0
-        self._backward = [self.units[index] for index in backward_order]
-        self._place = {unit.index: place for place, unit in enumerate(self._backward)}
+        self._orders = Orders(self.units, backward_order)
         self._reshard = reshard
         self._transport = transport
         self._forward_cursor = self._gather_cursor = self._reduce_cursor = 0
@@ -100,10 +101,11 @@ class Schedule:
 
     def need_forward(self, unit: Unit) -> None:
         """Materialise ``unit`` for a forward, and start on the next one."""
+        self._orders.seen_forward.append(unit.index)
         if unit.state is UnitState.FREED:
             self._enter_round(unit)
         if self.stage is Stage.FORWARD:
-            self._issue_forward(min(unit.index + 2, len(self.units)))
+            self._issue_forward(self._orders.forward_place[unit.index] + 2)
         unit.wait_gather()
 
     def _enter_round(self, unit: Unit) -> None:
@@ -112,12 +114,12 @@ class Schedule:
             self.end_half()
         if self.stage is Stage.IDLE:
             self._sync(_Intent.PASS)
-        elif unit.index < self._forward_cursor:
+        elif self._orders.forward_place[unit.index] < self._forward_cursor:
             self._sync(_Intent.REPEAT, unit)
 
     def _issue_forward(self, stop: int) -> None:
-        while self._forward_cursor < stop:
-            self.units[self._forward_cursor].issue_gather("forward")
+        while self._forward_cursor < min(stop, len(self.units)):
+            self._orders.forward[self._forward_cursor].issue_gather("forward")
             self._forward_cursor += 1
 
     def after_forward(self, unit: Unit) -> None:
@@ -132,7 +134,7 @@ class Schedule:
             return
         while self._forward_cursor < len(self.units):
             self._issue_forward(self._forward_cursor + 1)
-            self._free_unused(self.units[self._forward_cursor - 1])
+            self._free_unused(self._orders.forward[self._forward_cursor - 1])
         for unit in self.units:
             self._free_unused(unit)
 
@@ -150,21 +152,22 @@ class Schedule:
 
     def need_backward(self, unit: Unit) -> None:
         """Materialise ``unit`` inside a half, and start on the next one of the backward order."""
-        place = self._place[unit.index]
+        self._orders.seen_backward.append(unit.index)
         if self._gathers:
-            self._issue_backward(min(place + 2, len(self._backward)))
+            self._issue_backward(self._orders.backward_place[unit.index] + 2)
         assert unit.state is not UnitState.FREED, f"unit {unit.plan.name!r} was freed before its backward had ended"
         unit.wait_gather()
 
     def _issue_backward(self, stop: int) -> None:
-        while self._gather_cursor < stop:
-            self._backward[self._gather_cursor].issue_gather("backward")
+        while self._gather_cursor < min(stop, len(self.units)):
+            self._orders.backward[self._gather_cursor].issue_gather("backward")
             self._gather_cursor += 1
 
     def gradient_ready(self, unit: Unit) -> None:
         """Free a unit whose backward is over, and reduce as far as the order allows."""
         if not unit.is_done:
             return
+        self._orders.seen_done.append(unit.index)
         if self._transport.eager_reduce:
             self._issue_reduces(only_done=True)
         if self._reduces or self._reshard:
@@ -172,7 +175,7 @@ class Schedule:
 
     def _issue_reduces(self, *, only_done: bool) -> None:
         while self._reduces and self._reduce_cursor < len(self.units):
-            unit = self.units[len(self.units) - 1 - self._reduce_cursor]
+            unit = self._orders.reduce[self._reduce_cursor]
             if only_done and not unit.is_done:
                 return
             self._note_presence(unit)
@@ -195,9 +198,9 @@ class Schedule:
         if self.stage is not Stage.BACKWARD:
             return
         if self._gathers:
-            while self._gather_cursor < len(self._backward):
+            while self._gather_cursor < len(self.units):
                 self._issue_backward(self._gather_cursor + 1)
-                self._free_idle(self._backward[self._gather_cursor - 1])
+                self._free_idle(self._orders.backward[self._gather_cursor - 1])
         self._issue_reduces(only_done=False)
         self._held = self._held and not self._reduces  # Z2 keeps weights over the micro-batches of no_sync
         for unit in self.units:
@@ -233,6 +236,8 @@ class Schedule:
             names = (Call(agreed[_CALL_MAX]).name.lower(), Call(-agreed[_CALL_MIN]).name.lower())
             raise CallMismatch(f"ranks call {names[0]} and {names[1]} at the same point; make the same calls", names)
         self._settle_zeroed(agreed[_HALVES_MAX], -agreed[_HALVES_MIN])
+        if call is Call.STEP:
+            self._orders.adopt(self._transport)
         return [bool(value) for value in agreed[_HEADER + len(self.units) :]]
 
     def _settle_zeroed(self, most: int, fewest: int) -> None:

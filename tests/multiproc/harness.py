@@ -28,13 +28,16 @@ def _child(
     world_size: int,
     store: str,
     deadline_s: float,
+    backend: str,
     function: Callable[..., object],
     args: tuple[object, ...],
 ) -> None:
     torch.set_num_threads(1)
     try:
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{store}",
             rank=rank,
             world_size=world_size,
@@ -47,7 +50,9 @@ def _child(
         connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
 
 
-def run_ranks(world_size: int, function: Callable[..., T], *args: object, deadline_s: float = 60.0) -> list[T]:
+def run_ranks(
+    world_size: int, function: Callable[..., T], *args: object, deadline_s: float = 60.0, backend: str = "gloo"
+) -> list[T]:
     """Return what ``function(*args)`` returns on each rank; raise AssertionError with every rank's traceback."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
@@ -58,7 +63,7 @@ def run_ranks(world_size: int, function: Callable[..., T], *args: object, deadli
         for rank in range(world_size):
             mine, theirs = context.Pipe(duplex=False)
             process = context.Process(
-                target=_child, args=(theirs, rank, world_size, store, deadline_s, function, args), daemon=True
+                target=_child, args=(theirs, rank, world_size, store, deadline_s, backend, function, args), daemon=True
             )
             process.start()
             theirs.close()

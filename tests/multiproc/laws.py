@@ -45,11 +45,17 @@ class Run:
 
 def world_mesh() -> DeviceMesh:
     """Return the 1-D mesh over all ranks."""
-    return DeviceMesh("cpu", torch.arange(dist.get_world_size()))
+    return DeviceMesh(device_type(), torch.arange(dist.get_world_size()))
+
+
+def device_type() -> str:
+    """Return the device of the backend that this rank runs on."""
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
 
 
 def dedicate(model: nn.Module, setting: Setting) -> Run:
     """Put ``model`` under the runtime and log every collective by lane."""
+    model.to(device_type())
     dmuon.dedicate_params(
         model,
         world_mesh(),
@@ -94,7 +100,7 @@ def hold_to_reference(
 ) -> Run:
     """Train both and compare all weights; ``loop`` replaces the plain loop of backward, clip, step, zero_grad."""
     setting = setting or Setting()
-    plain = build()
+    plain = build().to(device_type())
     run = dedicate(build(), setting)
     plan = dmuon.get_plan(run.model)
     trainer = ReferenceTrainer(

@@ -107,5 +107,6 @@ def batch(step: int, rank: int, micro: int = 0) -> Tensor:
 
 def lm_loss(model: nn.Module, tokens: Tensor, calls: tuple[int, ...] = (1, 1, 1)) -> Tensor:
     """Return the mean next-token loss."""
+    tokens = tokens.to(model.get_buffer("seen").device)
     logits = model(tokens, calls)
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())

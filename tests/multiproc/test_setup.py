@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import dmuon_runtime as dmuon
+from dmuon_runtime import ledger
 from tests.multiproc.harness import run_ranks
 from tests.multiproc.laws import Run, Setting, dedicate, hold_to_reference, world_mesh
 from tests.multiproc.models import POLICY, ToyLM, batch, lm_loss, make
@@ -140,6 +141,27 @@ def _policies() -> None:
     )
 
 
+def _default_newton_schulz() -> None:
+    """The planned matrices are the ones that Newton-Schulz says it got, and an update has the RMS that it should."""
+    model = make(dtype=torch.float32)
+    dmuon.dedicate_params(model, world_mesh(), _trains, param_policy={"overrides": POLICY["overrides"]})
+    optimizer = dmuon.Muon(model, lr=0.1)
+    before = sum(count.matrices for count in ledger.snapshot().values())
+    for step in range(2):
+        lm_loss(model, batch(step, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = sum(count.matrices for count in ledger.snapshot().values())
+    assert after - before == dmuon.get_counters(model).snapshot().ns_planned_matrices
+    assert optimizer.last_step is not None
+    square_sum, elements = optimizer.last_step.updates["muon"]
+    assert 0.1 * 0.05 < (square_sum / elements) ** 0.5 < 0.1 * 0.25, "0.2 lr, less where the gradient lacks rank"
+    optimizer.set_newton_schulz(dmuon.NewtonSchulz(backend="direct", kernel="cublas"))
+    lm_loss(model, batch(3, dist.get_rank())).backward()
+    optimizer.step()
+    assert ledger.snapshot()["cublas", "direct"].matrices > 0, "what was set is what runs"
+
+
 def _groups() -> None:
     run = dedicate(make(), Setting())
     named = dict(run.model.named_parameters())
@@ -165,6 +187,7 @@ def test_policies_and_groups() -> None:
     """Row blocks are matrices of their own; half-precision compute keeps single-precision masters; groups by route."""
     run_ranks(2, _policies)
     run_ranks(2, _groups)
+    run_ranks(2, _default_newton_schulz)
 
 
 def test_mesh_of_some_ranks() -> None:

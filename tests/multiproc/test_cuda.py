@@ -1,0 +1,64 @@
+"""The laws on CUDA with NCCL, and that a step never makes the host wait for the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dmuon_runtime as dmuon
+from tests.multiproc.harness import run_ranks
+from tests.multiproc.laws import Setting, dedicate, hold_to_reference
+from tests.multiproc.models import make
+from tests.multiproc.test_calls import DIVERGENT, calling
+from tests.multiproc.test_equality import plain_backward
+from tests.multiproc.test_gradients import _non_finite_laws
+from tests.multiproc.test_random import _programs
+
+NUM_GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.multiproc, pytest.mark.skipif(NUM_GPUS == 0, reason="needs a CUDA device")]
+WORLDS = sorted({1, min(max(NUM_GPUS, 1), 4)})
+
+
+def _equality() -> None:
+    for reshard in (True, False):
+        hold_to_reference(plain_backward, Setting(reshard=reshard, max_norm=0.5))
+        hold_to_reference(calling(DIVERGENT), Setting(reshard=reshard), lambda: make("saved"))
+    hold_to_reference(plain_backward, Setting(group_policy="shared"))
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_laws_hold(world_size: int) -> None:
+    """Equality, different calls on each rank, random programs, and steps skipped on the device."""
+    run_ranks(world_size, _equality, backend="nccl", deadline_s=120)
+    run_ranks(world_size, _programs, [1, 2, 3], "plain", backend="nccl", deadline_s=120)
+    if world_size > 1:
+        run_ranks(world_size, _non_finite_laws, backend="nccl", deadline_s=120)
+
+
+def _no_synchronisation() -> None:
+    run = dedicate(make(dtype=torch.float32), Setting())
+    tokens = torch.randint(0, 13, (3, 7), device="cuda")
+    for step in range(4):
+        if step == 2:
+            torch.cuda.set_sync_debug_mode("error")
+        logits = run.model(tokens)
+        logits.square().mean().backward()
+        dmuon.clip_grad_norm_(run.optimizer, 1.0)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        dmuon.get_counters(run.model).snapshot()
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    counted = dmuon.get_counters(run.model).snapshot()
+    assert counted.pending_spans == 0
+    assert counted.owner_compute_seconds > 0
+    if dist.get_world_size() > 1:
+        assert all(item.seconds > 0 and item.exposed_seconds <= 10 for item in counted.comm.values())
+        print({key: (item.seconds, item.exposed_seconds) for key, item in counted.comm.items()})
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_step_does_not_synchronise(world_size: int) -> None:
+    """Forward, backward, clip, step, zero_grad and a snapshot under torch's synchronisation check."""
+    run_ranks(world_size, _no_synchronisation, backend="nccl", deadline_s=120)
