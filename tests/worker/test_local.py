@@ -49,6 +49,7 @@ def trained(world_size: int, micro_batch: int, saved: Path) -> tuple[dict[str, t
     return torch.load(saved, weights_only=True), losses
 
 
+@pytest.mark.timeout(400)
 def test_any_number_of_workers_reaches_the_same_weights(tmp_path: Path) -> None:
     """A worker's share is a micro batch of the single worker, so gradients are summed from the same parts.
 
