@@ -31,7 +31,7 @@ from dmuon_runtime.policy import (
     parse_param_policy,
     resolve_policy,
 )
-from dmuon_runtime.strictness import check_routes, check_views
+from dmuon_runtime.strictness import check_routes, check_views, view_warnings
 
 __all__ = ["PlanOptions", "Predicate", "ProcessGroupPolicy", "build_plan"]
 
@@ -105,7 +105,7 @@ def build_plan(model: nn.Module, world_size: int, predicate: Predicate, options:
         units=units,
         backward_order=_backward_order(names, tree),
         frozen=tuple(frozen),
-        warnings=(*warnings, *_policy_warnings(policy, chosen)),
+        warnings=(*warnings, *_policy_warnings(policy, chosen), *view_warnings(chosen, policies, tree)),
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from dmuon_runtime.errors import PolicyError, SettingError
+from dmuon_runtime.matrices import MATRIX_VIEWS, MatrixView
 
 __all__ = [
     "DTYPE_NAMES", "ROUTES", "Override", "ParamPolicy", "PolicyFields", "Route", "RouteHintFn", "dtype_name",
@@ -26,7 +27,7 @@ RouteHintFn = Callable[[str, nn.Parameter], "str | None"]
 
 _ROUTE_ALIASES: Mapping[str, Route] = {
     "muon": "muon", "matrix": "muon", "matrix_optimizer": "muon",
-    "adamw": "adamw", "base": "adamw", "base_adamw": "adamw", "dedicated_adamw": "adamw",
+    "adamw": "adamw", "base": "adamw", "base_adamw": "adamw", "base_optimizer": "adamw", "dedicated_adamw": "adamw",
     "sharded_adamw": "sharded_adamw", "sharded": "sharded_adamw", "base_sharded": "sharded_adamw",
     "sharded_collective": "sharded_adamw", "base_sharded_adamw": "sharded_adamw",
 }  # fmt: skip
@@ -56,10 +57,10 @@ class PolicyFields:
     cast_forward_inputs: bool = False
     master_dtype: torch.dtype | None = torch.float32
     optim_dtype: torch.dtype | None = torch.float32
-    matrix_view: Literal["flatten", "experts"] | None = None
-    """Reading of a tensor with more than two dims: (dim 0, rest), or a batch of matrices in the last two dims."""
+    matrix_view: MatrixView | None = None
+    """How the tensor is read as [outputs, inputs]: see :mod:`dmuon_runtime.matrices`."""
     split_rows: tuple[int, ...] = ()
-    """Row counts of the blocks that are matrices of their own; empty: the matrix is one."""
+    """Outputs of each block that is a matrix of its own (queries, keys, values); empty: the matrix is one."""
     rule: str = "defaults"
     """What set the route: ``defaults``, ``overrides[i]`` or ``route_hint_fn``."""
     matched_overrides: tuple[int, ...] = ()
@@ -126,9 +127,9 @@ def _parse_field(key: str, value: object) -> object:
             return value
         raise SettingError(f"cast_forward_inputs must be true or false, not {value!r}")
     if key == "matrix_view":
-        if value in (None, "flatten", "experts"):
+        if value is None or value in MATRIX_VIEWS:
             return value
-        raise SettingError(f'matrix_view must be "flatten" or "experts", not {value!r}')
+        raise SettingError(f"matrix_view must be one of {', '.join(MATRIX_VIEWS)}, not {value!r}")
     if value is None:
         return ()
     rows = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else ()
