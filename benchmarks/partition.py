@@ -62,7 +62,7 @@ PUBLIC: dict[str, dict[int, tuple[float, float]]] = {
     "SigLIP-So400m": {16: (1.19, 1.05), 32: (1.19, 1.07), 64: (2.37, 1.19), 128: (4.74, 1.28)},
     "GPT-2-small-like": {16: (1.33, 1.02), 32: (2.67, 1.06), 64: (5.33, 1.41), 128: (10.7, 2.51)},
 }
-"""By slots: the public package's placement and a plain longest-first. Its WallX shapes are not public; ours are near."""
+"""By slots: the public package's placement and a plain longest-first. Its WallX shapes are near, not the same."""
 
 
 def items_of(stacks: Stacks) -> list[WorkItem]:

@@ -88,8 +88,10 @@ class _UnitHooks:
         return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
 
     def _before_backward(self, _gradient: Tensor) -> None:
+        """Materialise; a tensor that was only passed through may get its gradient after the unit is done."""
         self.watch.note_event()
-        self.schedule.need_backward(self.unit)
+        if not (self.unit.was_called and self.unit.is_done):
+            self.schedule.need_backward(self.unit)
 
     def gradient_hook(self) -> Callable[[Tensor], None]:
         """Return the hook for each of the unit's parameters."""

@@ -70,7 +70,7 @@ def test_the_same_on_every_rank_whatever_the_order() -> None:
 def test_a_layer_is_spread_where_balance_does_not_care() -> None:
     items = [WorkItem(f"layers.{i}.{j}", 1.0, f"layers.{i}", 8) for i in range(8) for j in range(4)]
     owners = assign_owners(items, 4)
-    assert Counter(owners) == {slot: 8 for slot in range(4)}
+    assert Counter(owners) == dict.fromkeys(range(4), 8)
     for layer in range(8):
         assert len(set(owners[4 * layer : 4 * layer + 4])) == 4, "its gather comes from four owners at once"
 
@@ -80,7 +80,7 @@ def test_equal_short_sides_meet_where_balance_does_not_care() -> None:
     items = [WorkItem(f"{i}.{side}", 1.0, f"{i}.{side}", side) for i in range(4) for side in (8, 16, 32, 64)]
     owners = assign_owners(items, 4)
     sides = [{item.short_side for item, owner in zip(items, owners, strict=True) if owner == slot} for slot in range(4)]
-    assert Counter(owners) == {slot: 4 for slot in range(4)}
+    assert Counter(owners) == dict.fromkeys(range(4), 4)
     assert sorted(len(found) for found in sides) == [1, 1, 1, 1]
 
 
