@@ -61,6 +61,8 @@ def build_groups(
                     {"params": chosen, "route": route, "group_name": f"{name}/{route}", "semantic_group_name": name}
                 )
                 built[-1].update(_settings(group, route, defaults))
+                rate = built[-1]["lr"]
+                built[-1]["lr"] = rate.clone() if isinstance(rate, Tensor) else rate  # schedulers fill it in place
     return built
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -99,15 +99,19 @@ def hold_to_reference(
     build: Callable[[], nn.Module] = make,
     loop: Callable[[Run, Setting], None] | None = None,
     reference_backward: Backward | None = None,
+    routes: Mapping[str, str] | None = None,
 ) -> Run:
-    """Train both and compare all weights; ``loop`` replaces the plain loop of backward, clip, step, zero_grad."""
+    """Train both and compare all weights; ``loop`` replaces the plain loop of backward, clip, step, zero_grad.
+
+    ``routes`` are those of the reference, where they are not the plan's.
+    """
     setting = setting or Setting()
     plain = build().to(device_type())
     run = dedicate(build(), setting)
     plan = dmuon.get_plan(run.model)
     trainer = ReferenceTrainer(
         plain,
-        {entry.name: entry.route for entry in plan.parameters},
+        routes or {entry.name: entry.route for entry in plan.parameters},
         dist.get_world_size(),
         weight_decay=setting.weight_decay,
         splits={entry.name: entry.split_rows for entry in plan.parameters if entry.split_rows},
