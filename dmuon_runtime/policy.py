@@ -1,7 +1,8 @@
 """What happens to each parameter: ``param_policy`` resolved field by field, and the rule that decided.
 
 Order: field defaults, ``defaults``, then every matching override in list order. An override matches when any of its
-tokens is a substring of the parameter's full name; without a selector it matches everything.
+tokens is a substring of the parameter's full name (of any of them, if a tensor is tied); without a selector it matches
+everything.
 """
 
 from __future__ import annotations
@@ -76,9 +77,9 @@ class Override:
     tokens: tuple[str, ...]
     changes: Mapping[str, object]
 
-    def matches(self, name: str) -> bool:
-        """Tell whether any token is a substring of ``name``."""
-        return not self.tokens or any(token in name for token in self.tokens)
+    def matches(self, names: Sequence[str]) -> bool:
+        """Tell whether any token is a substring of any of ``names``, the names of one tensor."""
+        return not self.tokens or any(token in name for token in self.tokens for name in names)
 
 
 @dataclass(frozen=True)
@@ -207,19 +208,19 @@ def _apply(policy: PolicyFields, changes: Mapping[str, object]) -> PolicyFields:
 
 
 def resolve_policy(
-    name: str, parameter: nn.Parameter, policy: ParamPolicy, route_hint_fn: RouteHintFn | None
+    names: Sequence[str], parameter: nn.Parameter, policy: ParamPolicy, route_hint_fn: RouteHintFn | None
 ) -> PolicyFields:
-    """Return the policy of the parameter ``name`` and the rule that gave it its route."""
+    """Return the policy of a parameter and the rule that gave it its route; a tied one has several ``names``."""
     resolved = _apply(PolicyFields(), policy.defaults)
     if route_hint_fn is not None:
-        hint = route_hint_fn(name, parameter)
+        hint = route_hint_fn(names[0], parameter)
         if hint is not None:
             try:
                 resolved = replace(resolved, route=parse_route(hint), rule="route_hint_fn")
             except SettingError as error:
-                raise PolicyError(f"route_hint_fn({name!r}): {error}", (name,)) from None
+                raise PolicyError(f"route_hint_fn({names[0]!r}): {error}", names) from None
     for index, override in enumerate(policy.overrides):
-        if override.matches(name):
+        if override.matches(names):
             resolved = _apply(resolved, override.changes)
             matched = (*resolved.matched_overrides, index)
             rule = f"overrides[{index}]" if "route" in override.changes else resolved.rule
