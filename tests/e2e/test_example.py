@@ -89,18 +89,18 @@ def test_every_route_moved_exactly_the_planned_bytes(run: Run) -> None:
 
 
 def test_communication_time_is_no_more_than_there_was(run: Run) -> None:
-    """Two lanes of two ranks, each busy with one collective at a time."""
-    assert run.job.attempts[0].started_at is not None
+    """Each of two ranks has two lanes that are busy with one collective at a time."""
     total = sum(route.comm_seconds for route in run.routes.routes)
-    wall = sum(1 for _ in run.losses) / max(run.job.progress.step / _wall_seconds(run), 1e-9)
-    assert total <= 2 * 2 * wall * 1.05
+    wall = exported(run, "dmuon_step_duration_seconds_sum")
+    assert 0 < total <= 2 * 2 * wall * 1.05
 
 
-def _wall_seconds(run: Run) -> float:
+def exported(run: Run, name: str) -> float:
+    """The value of a series of the job that has no other label."""
     for line in run.exposition.splitlines():
-        if line.startswith("dmuon_step_duration_seconds_sum") and run.job.id in line:
+        if line.startswith(f'{name}{{job="{run.job.id}"}}'):
             return float(line.split()[-1])
-    raise AssertionError("no step durations were exported")
+    raise AssertionError(f"{name} was not exported")
 
 
 def test_every_matrix_went_through_newton_schulz(run: Run) -> None:
@@ -126,4 +126,10 @@ def test_exposition_is_clean(run: Run) -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed (Debian: apt-get install prometheus)")
     done = subprocess.run(["promtool", "check", "metrics"], input=run.exposition, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    complaints = [line for line in done.stderr.splitlines() if not _takes_ns_for_nanoseconds(line)]
+    assert not complaints and not done.stdout, done.stdout + done.stderr
+
+
+def _takes_ns_for_nanoseconds(complaint: str) -> bool:
+    """promtool reads the ``ns`` of Newton-Schulz as a unit."""
+    return complaint.startswith("dmuon_ns_") and complaint.endswith("should not contain abbreviated units")
