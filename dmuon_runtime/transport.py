@@ -72,6 +72,7 @@ class Transport:
         self.eager_reduce = isolated
         self._probe = torch.cuda.Stream() if cuda else None  # type: ignore[no-untyped-call]
         self._last_end: dict[str, Event | None] = {}
+        self._last_host: dict[str, HostSpan] = {}
 
     def broadcast(self, buffer: Tensor, owner: int, route: Route, phase: str) -> Handle:
         """Send the owner's flat ``buffer`` to all ranks, in place."""
@@ -169,11 +170,13 @@ class Transport:
         if self.world_size == 1:
             return Handle(None, HostSpan(), ())
         on_device = payload.device.type == "cuda"
-        span = DeviceSpan(self._probe, self._last_end.get(lane)) if on_device else HostSpan()
+        span = DeviceSpan(self._probe, self._last_end.get(lane)) if on_device else HostSpan(self._last_host.get(lane))
         work = cast(Work, issue())
         span.follow(work)
         if isinstance(span, DeviceSpan):
             self._last_end[lane] = span.end
+        else:
+            self._last_host[lane] = span
         self.counters.add_collective(key, payload.nbytes, span)
         return Handle(work, span, keep)
 
