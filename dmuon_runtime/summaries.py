@@ -19,9 +19,17 @@ LOW_MUON_RATIO = 0.1
 
 
 def _table(rows: Sequence[Mapping[str, object]], columns: Sequence[str]) -> str:
-    cells = [list(columns), *([str(row.get(column, "")) for column in columns] for row in rows)]
+    """Return aligned text; columns are ``key`` or ``key=title``, and what is None shows as a dash."""
+    keys, titles = zip(*((column.partition("=")[0], column.rpartition("=")[2]) for column in columns), strict=True)
+    cells = [list(titles), *([str("-" if row[key] is None else row[key]) for key in keys] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells)
+
+
+_PARAMETER_COLUMNS = (
+    "name", "route", "rule", "matched_policy_overrides=overrides", "owner_rank=owner", "group_name=group", "lr",
+    "shape", "param_dtype=param", "grad_dtype=grad", "output_dtype=output", "master_dtype=master",
+)  # fmt: skip
 
 
 class ParamGroupSummary(dict[str, object]):
@@ -31,10 +39,11 @@ class ParamGroupSummary(dict[str, object]):
         rows = cast("list[dict[str, object]]", self["parameters"])
         warnings = "".join(f"\nwarning: {text}" for text in cast("list[str]", self["warnings"]))
         counts = ", ".join(f"{route} {n}" for route, n in cast("dict[str, int]", self["route_param_counts"]).items())
-        columns = ("name", "route", "rule", "owner_rank", "group_name", "lr", "shape", "param_dtype", "master_dtype")
         hidden = cast(int, self["dedicated_param_count"]) - len(rows)
         more = f"\n... and {hidden} more" if hidden else ""
-        return f"{self['dedicated_param_count']} parameters: {counts}\n{_table(rows, columns)}{more}{warnings}"
+        return (
+            f"{self['dedicated_param_count']} parameters: {counts}\n{_table(rows, _PARAMETER_COLUMNS)}{more}{warnings}"
+        )
 
 
 _RANK_COLUMNS = ("rank", "cost", "matrices", "resident_bytes", "peak_bytes")
@@ -51,10 +60,12 @@ class CommPlanSummary(dict[str, object]):
             for bucket in cast("list[dict[str, object]]", unit["buckets"])
         ]
         traffic = cast("list[dict[str, object]]", self["traffic"])
+        hidden = cast(int, self["unit_count"]) - len(units)
+        more = f"... and {hidden} more units\n" if hidden else ""
         return (
             f"plan {str(self['hash'])[:12]} on {self['world_size']} ranks\n"
             f"{_table(rows, ('unit', 'route', 'owner_rank', 'num_parameters', 'gather_bytes', 'reduce_bytes'))}\n"
-            f"{_table(traffic, ('route', 'phase', 'collectives', 'payload_bytes'))}\n"
+            f"{more}{_table(traffic, ('route', 'phase', 'collectives', 'payload_bytes'))}\n"
             f"{_table(cast('list[dict[str, object]]', self['ranks']), _RANK_COLUMNS)}"
         )
 
@@ -62,14 +73,17 @@ class CommPlanSummary(dict[str, object]):
 def summarize_param_groups(model: nn.Module, optimizer: Muon, *, max_rows: int | None = None) -> ParamGroupSummary:
     """Return which parameter is in which group, on which route, why, and at what rate; no communication.
 
-    ``is_owner`` and the owned counts are this rank's; everything else is the same on all ranks. ``max_rows`` limits
-    ``parameters``, never the counts.
+    ``is_owner`` (this rank updates it, or a part of it) and the owned counts are this rank's; everything else is the
+    same on all ranks. ``max_rows`` limits ``parameters``, never the counts.
     """
     runtime = find_runtime(model)
-    plan, rank = runtime.plan, runtime.transport.rank
+    plan = runtime.plan
     group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    places = [group_of[id(parameter)] for parameter in runtime.parameters]
-    rows = [_parameter_row(entry, index, optimizer, rank) for entry, index in zip(plan.parameters, places, strict=True)]
+    held = {piece.index for piece in optimizer.pieces}
+    rows = [
+        _parameter_row(entry, group_of[id(parameter)], optimizer, place in held)
+        for place, (entry, parameter) in enumerate(zip(plan.parameters, runtime.parameters, strict=True))
+    ]
     routes = _routes(rows)
     shown = rows if max_rows is None else rows[:max_rows]
     return ParamGroupSummary(
@@ -87,7 +101,7 @@ def summarize_param_groups(model: nn.Module, optimizer: Muon, *, max_rows: int |
     )
 
 
-def _parameter_row(entry: ParameterPlan, index: int, optimizer: Muon, rank: int) -> dict[str, object]:
+def _parameter_row(entry: ParameterPlan, index: int, optimizer: Muon, is_owner: bool) -> dict[str, object]:
     group = optimizer.param_groups[index]
     route = group["route"]
     scale = None
@@ -99,7 +113,7 @@ def _parameter_row(entry: ParameterPlan, index: int, optimizer: Muon, rank: int)
         "route": route, "rule": entry.rule if route == entry.route else "param_groups",
         "planned_route": entry.route, "uses_sharded_adamw": entry.route == "sharded_adamw",
         "matched_policy_overrides": list(entry.matched_overrides), "owner_rank": entry.owner,
-        "is_owner": entry.owner in (None, rank), "group_index": index, "group_name": group["group_name"],
+        "is_owner": is_owner, "group_index": index, "group_name": group["group_name"],
         "lr": _plain(group["lr"]), "weight_decay": _plain(group["weight_decay"]), "update_scale": scale,
         "shape": list(entry.shape), "numel": entry.elements, "unit": entry.unit, "matrix_view": entry.matrix_view,
         "split_rows": list(entry.split_rows), "param_dtype": entry.param_dtype, "grad_dtype": entry.grad_dtype,

@@ -45,9 +45,11 @@ def _one_bad_step(value: float, bad_rank: int) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_bad_step_leaves_no_trace(one_rank: None, value: float) -> None:
-    """The step after it equals a run that never saw it; no weight, momentum or count has moved."""
+def test_a_bad_step_leaves_no_trace(one_rank: None, value: float, caplog: pytest.LogCaptureFixture) -> None:
+    """The step after it equals a run that never saw it; no weight, momentum or count has moved, and the log says so."""
     _one_bad_step(value, 0)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == 2 * ["nothing was updated: infinite or NaN gradient of bad"], "once for each step, not for each read"
 
 
 @pytest.mark.multiproc
