@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "AlreadyDedicated",
+    "AlreadySharded",
     "BoundaryError",
     "CallMismatch",
     "DMuonError",
@@ -18,6 +19,7 @@ __all__ = [
     "NotDedicated",
     "NothingMatched",
     "ParamGroupError",
+    "ParametersChanged",
     "PlanMismatch",
     "PolicyError",
     "RouteRefused",
@@ -84,6 +86,12 @@ class AlreadyDedicated(DMuonError):
     code = "already_dedicated"
 
 
+class AlreadySharded(DMuonError):
+    """The predicate chose parameters that FSDP2 or DDP has already taken."""
+
+    code = "already_sharded"
+
+
 class NotDedicated(DMuonError):
     """The model has not been given to the runtime."""
 
@@ -100,6 +108,12 @@ class UnmanagedParameters(DMuonError):
     """Trainable parameters that nobody would update."""
 
     code = "unmanaged_parameters"
+
+
+class ParametersChanged(DMuonError):
+    """The model's parameters are no longer the ones that were dedicated, or another runtime has them too."""
+
+    code = "parameters_changed"
 
 
 class ParamGroupError(DMuonError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -63,7 +64,9 @@ def _trains(name: str, parameter: nn.Parameter) -> bool:
     return parameter.requires_grad
 
 
-def _plan(world_size: int = 3, policy: dict[str, object] | None = POLICY, **options: object) -> RuntimePlan:
+def _plan(
+    world_size: int | tuple[int, int] = 3, policy: dict[str, object] | None = POLICY, **options: object
+) -> RuntimePlan:
     with torch.device("meta"):
         model = Zoo()
     return dmuon.plan_params(model, world_size, _trains, param_policy=policy, **options)  # type: ignore[arg-type]
@@ -145,8 +148,9 @@ def test_split_rows_must_cover_the_rows() -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"storage": "replicated"}, dmuon.UnsupportedFeature),
-        ({"replicate_mesh": object()}, NotImplementedError),
+        ({"world_size": (2, 2), "storage": "replicated"}, dmuon.MeshError),
+        ({"world_size": (0, 2)}, dmuon.SettingError),
+        ({"publish_dtype": "int8"}, dmuon.SettingError),
         ({"storage": "elsewhere"}, dmuon.SettingError),
         ({"owner_strategy": "best"}, dmuon.SettingError),
         ({"owner_cost_model": "guess"}, dmuon.SettingError),
@@ -154,7 +158,7 @@ def test_split_rows_must_cover_the_rows() -> None:
         ({"hook_boundary_predicate": lambda module: False}, dmuon.BoundaryError),
     ],
 )
-def test_options_are_checked(options: dict[str, object], error: type[Exception]) -> None:
+def test_options_are_checked(options: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
         _plan(**options)
 
