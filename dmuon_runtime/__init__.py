@@ -6,6 +6,7 @@ from dmuon_runtime.counters import CommCount, Counters, CountersSnapshot
 from dmuon_runtime.dedicate import dedicate_params, plan_params
 from dmuon_runtime.errors import (
     AlreadyDedicated,
+    AlreadySharded,
     BoundaryError,
     CallMismatch,
     DMuonError,
@@ -14,6 +15,7 @@ from dmuon_runtime.errors import (
     NonFiniteGradient,
     NotDedicated,
     NothingMatched,
+    ParametersChanged,
     ParamGroupError,
     PlanMismatch,
     PolicyError,
@@ -23,6 +25,7 @@ from dmuon_runtime.errors import (
     UnmanagedParameters,
     UnsupportedFeature,
 )
+from dmuon_runtime.guests import ignore_in_ddp, ignored_params
 from dmuon_runtime.kernels import get_backend_status, get_ns_backend
 from dmuon_runtime.muon import Muon
 from dmuon_runtime.newton_schulz import (
@@ -43,6 +46,7 @@ __all__ = [
     "POLAR_EXPRESS_COEFFICIENTS",
     "YOU_COEFFICIENTS",
     "AlreadyDedicated",
+    "AlreadySharded",
     "BoundaryError",
     "BucketPlan",
     "CallMismatch",
@@ -59,6 +63,7 @@ __all__ = [
     "NothingMatched",
     "ParamGroupError",
     "ParameterPlan",
+    "ParametersChanged",
     "PlanMismatch",
     "PolicyError",
     "RankPlan",
@@ -80,6 +85,8 @@ __all__ = [
     "get_ns_backend",
     "get_plan",
     "gram_newton_schulz",
+    "ignore_in_ddp",
+    "ignored_params",
     "newton_schulz",
     "no_sync",
     "orthogonality_error",

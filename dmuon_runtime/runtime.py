@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import cast
 from weakref import WeakSet
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from dmuon_runtime.counters import Counters
 from dmuon_runtime.errors import NotDedicated
@@ -21,6 +24,7 @@ __all__ = [
     "find_runtime",
     "get_counters",
     "get_plan",
+    "inner_model",
     "names_under_a_runtime",
     "no_sync",
     "register_runtime",
@@ -57,9 +61,14 @@ def names_under_a_runtime(model: nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if id(parameter) in taken]
 
 
+def inner_model(model: nn.Module) -> nn.Module:
+    """Return the model that DDP wraps, or the model."""
+    return cast(nn.Module, model.module) if isinstance(model, DistributedDataParallel) else model
+
+
 def find_runtime(model: nn.Module) -> Runtime:
-    """Return the runtime of ``model``; raises :class:`NotDedicated`."""
-    runtime = getattr(model, _ATTRIBUTE, None)
+    """Return the runtime of ``model``, also through DDP; raises :class:`NotDedicated`."""
+    runtime = getattr(inner_model(model), _ATTRIBUTE, None)
     if not isinstance(runtime, Runtime):
         raise NotDedicated(
             f"{type(model).__name__} is not under the runtime; call dedicate_params(model, mesh, predicate) on this "
@@ -80,10 +89,21 @@ def get_counters(model: nn.Module) -> Counters:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Let backwards keep their gradients local; the first backward after it, or the step, reduces the sum. Nests."""
+    """Let backwards keep their gradients local; the first backward after it, or the step, reduces the sum. Nests.
+
+    In hybrid mode FSDP2's and DDP's parameters do the same (give the DDP wrapper as ``model``), but these two reduce in
+    a backward only: the last one before a step must be outside.
+    """
     schedule = find_runtime(model).schedule
     schedule.no_sync_depth += 1
-    try:
-        yield
-    finally:
-        schedule.no_sync_depth -= 1
+    outermost = schedule.no_sync_depth == 1
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)] if outermost else []
+    with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
+        try:
+            for module in sharded:
+                module.set_requires_gradient_sync(False, recurse=False)
+            yield
+        finally:
+            for module in sharded:
+                module.set_requires_gradient_sync(True, recurse=False)
+            schedule.no_sync_depth -= 1
