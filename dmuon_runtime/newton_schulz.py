@@ -2,7 +2,7 @@
 
 The polar factor of a matrix is approached by odd polynomials of its singular values (see
 :mod:`dmuon_runtime.coefficients`). Matrices are normalised in float32, then iterated in float16 on CUDA (bounded values
-make its longer mantissa worth more than bfloat16's range) and in float32 on a CPU; float64 stays float64 on a CPU.
+make its longer mantissa worth more than bfloat16's range) and in float32 on a CPU; float64 stays float64.
 """
 
 from __future__ import annotations
@@ -251,9 +251,9 @@ def _finish(
 
 
 def _compute_dtype(g: Tensor) -> torch.dtype:
-    if g.device.type == "cuda":
-        return torch.float16
-    return torch.float64 if g.dtype == torch.float64 else torch.float32
+    if g.dtype == torch.float64:
+        return torch.float64
+    return torch.float16 if g.device.type == "cuda" else torch.float32
 
 
 def _refuse_non_matrices(matrices: Sequence[Tensor]) -> None:

@@ -70,10 +70,12 @@ class Span(Protocol):
 
 
 class HostSpan:
-    """A span on the host clock."""
+    """A span on the host clock. ``previous`` is the work before it on the same communicator, which runs one at a time:
+    a collective that was issued early starts when that one ends, and the time in the queue is nobody's."""
 
-    def __init__(self) -> None:
+    def __init__(self, previous: HostSpan | None = None) -> None:
         self._start_s = time.perf_counter()
+        self._previous = previous
         self._end_s: float | None = None
         self._exposed_s = 0.0
         self._waiting = False
@@ -106,7 +108,13 @@ class HostSpan:
 
     def seconds(self) -> float | None:
         """Return start to end, or None while the work runs or nobody has waited for it."""
-        return None if self._end_s is None or self._waiting else self._end_s - self._start_s
+        if self._end_s is None or self._waiting:
+            return None
+        if self._previous is not None:
+            if self._previous._end_s is not None:
+                self._start_s = min(max(self._start_s, self._previous._end_s), self._end_s)
+            self._previous = None
+        return self._end_s - self._start_s
 
     def exposed_seconds(self) -> float:
         """Return the time blocked in :meth:`wait`, never more than the span itself."""

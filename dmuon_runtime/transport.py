@@ -74,6 +74,7 @@ class Transport:
         self._probe = torch.cuda.Stream() if cuda else None  # type: ignore[no-untyped-call]
         self._asides: dict[str, torch.cuda.Stream] = {}
         self._last_end: dict[tuple[str, str], Event | None] = {}
+        self._last_host: dict[tuple[str, str], HostSpan] = {}
 
     @contextlib.contextmanager
     def aside(self, lane: str) -> Iterator[None]:
@@ -172,10 +173,12 @@ class Transport:
             return Handle(None, HostSpan(), ())
         place = (axis.name, lane)
         on_device = keep[0].device.type == "cuda"
-        span = DeviceSpan(self._probe, self._last_end.get(place)) if on_device else HostSpan()
+        span = DeviceSpan(self._probe, self._last_end.get(place)) if on_device else HostSpan(self._last_host.get(place))
         work = cast(Work, issue())
         span.follow(work)
         if isinstance(span, DeviceSpan):
             self._last_end[place] = span.end
+        else:
+            self._last_host[place] = span
         self.counters.add_collective(key, keep[0].nbytes, span)
         return Handle(work, span, keep)

@@ -204,7 +204,8 @@ class _Loop:
             changed = self.switch.apply(directive.policy, step + 1)
             if changed is not None:
                 self.optimizer.set_newton_schulz(self.switch.newton_schulz)
-                self.rank.sink(changed.model_copy(update={"rank": self.rank.rank}))
+                if self.rank.rank == 0:  # all ranks change at one agreed step: once said is enough
+                    self.rank.sink(changed)
             self._step(step)
         return Outcome.COMPLETED
 
@@ -238,7 +239,7 @@ class _Loop:
             self.verified = True
             found = differences(spec, self.plan, self.rank.rank, report, step + 1)
             message = "; ".join(found) or "the first step did exactly what the plan says"
-            _tell(self.rank, "routes_verified", message, ok=not found)
+            _tell(self.rank, "routes_verified", message, rank_zero_only=not found, ok=not found)
 
     def _set_rates(self, step: int) -> None:
         training = self.rank.spec.training

@@ -43,10 +43,14 @@ LONG_SUM: Final = 12_000
 """From this inner dimension on, and with enough tiles, the larger tile's fewer loads win."""
 
 
-def decide_tile(num_matrices: int, short_dim: int, inner_dim: int) -> Tile:
-    """Return the tile for ``num_matrices`` products [short_dim, inner_dim] x [inner_dim, short_dim]."""
+def decide_tile(num_matrices: int, short_dim: int, inner_dim: int, *, contiguous: bool) -> Tile:
+    """Return the tile for ``num_matrices`` products [short_dim, inner_dim] x [inner_dim, short_dim].
+
+    ``contiguous`` says that the operands are contiguous along the inner dimension. Where they are not, the compiler
+    ends the process on some tiles, so only the two that are known to compile are used.
+    """
     rows = -(-short_dim // 128)
     num_tiles = num_matrices * rows * (rows + 1) // 2
     if num_tiles <= FEW_TILES:
-        return FLAT if short_dim >= 1024 else SMALL
-    return LARGE if inner_dim >= LONG_SUM and short_dim >= 4096 else PING_PONG
+        return FLAT if short_dim >= 1024 and contiguous else SMALL
+    return LARGE if inner_dim >= LONG_SUM and short_dim >= 4096 and contiguous else PING_PONG

@@ -66,7 +66,7 @@ class Quack(SymmetricKernel):
     def _launch(self, a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, out: Tensor) -> None:
         product, detail = _import_product()
         assert product is not None, detail
-        tile = decide_tile(*a.shape)
+        tile = decide_tile(*a.shape, contiguous=a.stride(-1) == 1 == b.stride(-2))
         product(
             a, b.mT, out, c, None, tile.tile_m, tile.tile_n, tile.cluster_m, tile.cluster_n,
             pingpong=tile.ping_pong, alpha=float(alpha), beta=float(beta),

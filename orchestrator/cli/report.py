@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -53,10 +54,11 @@ def render_report(report: Report) -> RenderableType:
 
 
 def _route_table(routes: r.RoutesResource) -> Table:
-    table = _table("Routes", "route", "parameters", "elements", "moved", "planned", "comm s", "exposed s", "overlap")
+    table = _table("Routes", "route", "params", "elements", "moved", "planned", "comm s", "exposed s", "overlap")
     for route in routes.routes:
         planned = sum(part.planned_bytes or 0 for part in route.comm)
-        cells = [route.route, str(route.parameters), str(route.elements), _bytes(route.payload_bytes), _bytes(planned)]
+        cells = [route.route, str(route.parameters), _count(route.elements)]
+        cells += [_bytes(route.payload_bytes), _bytes(planned)]
         cells += [f"{route.comm_seconds:.3f}", f"{route.exposed_seconds:.3f}", _percent(route.overlap_ratio)]
         table.add_row(*cells)
     return table
@@ -89,10 +91,10 @@ def _verdict(routes: r.RoutesResource) -> Text:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column(columns[0])
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column(columns[0], no_wrap=True)
     for column in columns[1:]:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     return table
 
 
@@ -100,12 +102,20 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def _bytes(number: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
+def _scaled(number: float, units: Sequence[str]) -> str:
+    for unit in units[:-1]:
         if number < 1000:
-            return f"{number:.4g} {unit}"
+            return f"{number:.4g} {unit}".rstrip()
         number /= 1000
-    return f"{number:.4g} TB"
+    return f"{number:.4g} {units[-1]}"
+
+
+def _count(number: float) -> str:
+    return _scaled(number, ("", "k", "M", "G", "T"))
+
+
+def _bytes(number: float) -> str:
+    return _scaled(number, ("B", "kB", "MB", "GB", "TB"))
 
 
 def _percent(value: float | None) -> str:

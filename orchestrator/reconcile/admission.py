@@ -98,5 +98,6 @@ def _note(context: Context, job: Job, status: str, reason: str, message: str) ->
         if row.version != job.version:
             return
         changed = set_condition(session, row, CONDITION, status, reason, message, now=context.clock())
+        row.message = message
     if changed:
         context.changed()

@@ -52,7 +52,7 @@ def _queue(context: Context, job: Job, plan: PlanReport) -> bool:
     try:
         with context.database.write() as session:
             keep_plan(session, plan, now=now)
-            message = f"planned: {plan.world_size} workers, plan {plan.plan_hash}"
+            message = f"planned: {plan.world_size} workers, plan {plan.plan_hash[:12]}"
             row = change_state(session, job.id, JobState.QUEUED, guard=context.guard(job), now=now, message=message)
             row.plan_hash = plan.plan_hash
             set_condition(session, row, CONDITION, "True", "planned", message, now=now)

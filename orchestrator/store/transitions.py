@@ -66,7 +66,9 @@ def change_state(
     check_transition(old, new)
     job.state, job.version, job.state_since = new, job.version + 1, now
     if reason is not None:
-        job.reason, job.message = reason, message
+        job.reason = reason
+    if reason is not None or (not new.terminal and job.reason is None):
+        job.message = message  # why a job waits is no longer true once it has moved on
     if errors:
         job.field_errors = json.dumps([error.model_dump() for error in errors])
     if new.terminal:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from dmuon_runtime.kernels import KERNELS, syrk_quack
-from dmuon_runtime.ledger import snapshot
+from dmuon_runtime.ledger import NsCount, snapshot
 from dmuon_runtime.newton_schulz import NewtonSchulz, orthogonality_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -95,9 +95,12 @@ def test_switching_the_adapter_off_reaches_captured_graphs(monkeypatch: pytest.M
         ns(g)
     torch.cuda.synchronize()
     after = snapshot()
-    assert after["quack", "gram"].launches == before["quack", "gram"].launches
-    assert after["cublas", "gram"].launches > before.get(("cublas", "gram"), after["cublas", "gram"]).launches - 1
-    assert after["cublas", "gram"].matrices >= 3
+
+    def launches(counts: dict[tuple[str, str], NsCount], kernel: str) -> int:
+        return sum(count.launches for (name, _), count in counts.items() if name == kernel)
+
+    assert launches(after, "quack") == launches(before, "quack")
+    assert launches(after, "cublas") >= launches(before, "cublas") + 3 * 10
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-10, 1.0, 1e18, 1e30])
@@ -109,7 +112,7 @@ def test_any_scale(scale: float) -> None:
 
 
 def test_zero_and_non_finite_stay_apart() -> None:
-    g = matrices((3, 512, 512))
+    g = matrices((3, 512, 1024))
     g[0] = 0
     g[1, 3, 5] = float("nan")
     ns = NewtonSchulz()
