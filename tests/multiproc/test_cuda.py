@@ -12,8 +12,8 @@ from tests.multiproc.laws import Setting, dedicate, hold_to_reference
 from tests.multiproc.models import make
 from tests.multiproc.test_calls import DIVERGENT, calling
 from tests.multiproc.test_equality import plain_backward
-from tests.multiproc.test_gradients import _non_finite_laws
-from tests.multiproc.test_random import _programs
+from tests.multiproc.test_gradients import non_finite_laws
+from tests.multiproc.test_random import programs
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.multiproc, pytest.mark.skipif(NUM_GPUS == 0, reason="needs a CUDA device")]
@@ -31,9 +31,9 @@ def _equality() -> None:
 def test_laws_hold(world_size: int) -> None:
     """Equality, different calls on each rank, random programs, and steps skipped on the device."""
     run_ranks(world_size, _equality, backend="nccl", deadline_s=120)
-    run_ranks(world_size, _programs, [1, 2, 3], "plain", backend="nccl", deadline_s=120)
+    run_ranks(world_size, programs, [1, 2, 3], "plain", backend="nccl", deadline_s=120)
     if world_size > 1:
-        run_ranks(world_size, _non_finite_laws, backend="nccl", deadline_s=120)
+        run_ranks(world_size, non_finite_laws, backend="nccl", deadline_s=120)
 
 
 def _no_synchronisation() -> None:
