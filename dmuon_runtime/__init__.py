@@ -17,6 +17,7 @@ from dmuon_runtime.errors import (
     NothingMatched,
     ParametersChanged,
     ParamGroupError,
+    PeerFailed,
     PlanMismatch,
     PolicyError,
     RouteRefused,
@@ -37,7 +38,7 @@ from dmuon_runtime.newton_schulz import (
 )
 from dmuon_runtime.outcome import StepOutcome
 from dmuon_runtime.plan import BucketPlan, ParameterPlan, RankPlan, RuntimePlan, Traffic, UnitPlan
-from dmuon_runtime.runtime import get_counters, get_plan, no_sync
+from dmuon_runtime.runtime import fail_together, get_counters, get_plan, no_sync
 from dmuon_runtime.state import get_model_state_dict, set_model_state_dict
 from dmuon_runtime.summaries import summarize_comm_plan, summarize_param_groups
 
@@ -64,6 +65,7 @@ __all__ = [
     "ParamGroupError",
     "ParameterPlan",
     "ParametersChanged",
+    "PeerFailed",
     "PlanMismatch",
     "PolicyError",
     "RankPlan",
@@ -79,6 +81,7 @@ __all__ = [
     "clip_grad_norm_",
     "dedicate_params",
     "direct_newton_schulz",
+    "fail_together",
     "get_backend_status",
     "get_counters",
     "get_model_state_dict",

@@ -20,6 +20,7 @@ __all__ = [
     "NothingMatched",
     "ParamGroupError",
     "ParametersChanged",
+    "PeerFailed",
     "PlanMismatch",
     "PolicyError",
     "RouteRefused",
@@ -132,6 +133,12 @@ class CallMismatch(DMuonError):
     """Ranks made different collective calls at the same point."""
 
     code = "call_mismatch"
+
+
+class PeerFailed(DMuonError):
+    """Another rank raised inside ``fail_together``; the message has its rank and its error."""
+
+    code = "peer_failed"
 
 
 class StateMismatch(DMuonError):

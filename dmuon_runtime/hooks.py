@@ -7,6 +7,7 @@ finished its gradient. The first of these in a backward opens the half, and a ca
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -92,13 +93,19 @@ class _UnitHooks:
         self.schedule.need_backward(self.unit)
 
     def gradient_hook(self) -> Callable[[Tensor], None]:
-        """Return the hook for each of the unit's parameters."""
+        """Return the hook for each of the unit's parameters.
+
+        It does not keep the unit alive: the collector does not see what a tensor's hooks refer to. The module's do.
+        """
+        reference = weakref.ref(self)
 
         def note(parameter: Tensor) -> None:
-            self.watch.note_event()
-            assert isinstance(parameter, nn.Parameter)
-            self.unit.note_gradient(parameter)
-            self.schedule.gradient_ready(self.unit)
+            hooks = reference()
+            if hooks is not None:
+                hooks.watch.note_event()
+                assert isinstance(parameter, nn.Parameter)
+                hooks.unit.note_gradient(parameter)
+                hooks.schedule.gradient_ready(hooks.unit)
 
         return note
 

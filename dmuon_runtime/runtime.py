@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import cast
 from weakref import WeakSet
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from dmuon_runtime.counters import Counters
-from dmuon_runtime.errors import NotDedicated
+from dmuon_runtime.errors import NotDedicated, PeerFailed
 from dmuon_runtime.hooks import BackwardWatch
 from dmuon_runtime.plan import RuntimePlan
 from dmuon_runtime.schedule import Schedule
@@ -21,6 +21,7 @@ from dmuon_runtime.transport import Transport
 
 __all__ = [
     "Runtime",
+    "fail_together",
     "find_runtime",
     "get_counters",
     "get_plan",
@@ -85,6 +86,25 @@ def get_plan(model: nn.Module) -> RuntimePlan:
 def get_counters(model: nn.Module) -> Counters:
     """Return the counters of a dedicated ``model`` on this rank."""
     return find_runtime(model).counters
+
+
+@contextmanager
+def fail_together(model: nn.Module) -> Iterator[None]:
+    """When one rank raises in here, the others raise :class:`PeerFailed` when they next meet it.
+
+    Without it they wait for that rank's collectives until the group's timeout. It helps with errors of the caller's
+    own code in a forward or backward; collectives of FSDP2, DDP or the caller, and updates begun, it cannot end.
+    """
+    runtime = find_runtime(model)
+    try:
+        yield
+    except PeerFailed:
+        raise
+    except Exception as error:
+        runtime.watch.note_outside()
+        with suppress(RuntimeError):  # a broken connection tells the others by itself
+            runtime.schedule.announce_failure(f"{type(error).__name__}: {error}")
+        raise
 
 
 @contextmanager

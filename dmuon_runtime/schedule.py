@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum, IntEnum
 
-from dmuon_runtime.errors import CallMismatch
+from dmuon_runtime.errors import CallMismatch, PeerFailed
 from dmuon_runtime.orders import Orders
 from dmuon_runtime.publishing import publish
 from dmuon_runtime.reductions import Reductions
@@ -69,7 +69,8 @@ class _Intent(IntEnum):
 _NUM_INTENTS = len(_Intent)
 _SYNCED = _NUM_INTENTS  # somebody's half reduces gradients
 _CALL_MAX, _CALL_MIN, _HALVES_MAX, _HALVES_MIN = range(_NUM_INTENTS + 1, _NUM_INTENTS + 5)
-_HEADER = _NUM_INTENTS + 5
+_FAILED = _NUM_INTENTS + 5  # somebody raised and goes no further
+_HEADER = _NUM_INTENTS + 6
 
 
 class Schedule:
@@ -282,6 +283,9 @@ class Schedule:
         while True:
             self._end_round()
             agreed = self._transport.agree_max(self._vector(intent, unit, call))
+            if agreed[_FAILED]:
+                self.stage = Stage.IDLE
+                raise self._peer_failed()
             wants = [bool(agreed[kind]) for kind in _Intent]
             repeats_alone = wants[_Intent.REPEAT] and not any(wants[_Intent.BACKWARD :])
             if wants[_Intent.PASS] or repeats_alone:
@@ -299,6 +303,22 @@ class Schedule:
                 granted = True
             if granted:
                 return agreed
+
+    def announce_failure(self, text: str) -> None:
+        """Issue what the others wait for, and make each of them raise :class:`PeerFailed` at its next sync point."""
+        if self.stage is Stage.BACKWARD:
+            self.end_half()
+        self._end_round()
+        vector = [0] * (_HEADER + len(self.units) + len(self._presence))
+        vector[_FAILED] = 1
+        self._transport.agree_max(vector)
+        self._transport.gather_texts(text)
+        self.stage = Stage.IDLE
+
+    def _peer_failed(self) -> PeerFailed:
+        texts = self._transport.gather_texts("")
+        failed = [f"rank {rank} raised {text}" for rank, text in enumerate(texts) if text]
+        return PeerFailed(f"{'; '.join(failed)}; this rank stops with it", failed)
 
     def _vector(self, intent: _Intent, unit: Unit | None, call: Call | None) -> list[int]:
         header = [0] * _HEADER
