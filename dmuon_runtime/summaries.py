@@ -8,9 +8,15 @@ from typing import cast
 from torch import nn
 
 from dmuon_runtime.muon import Muon
+from dmuon_runtime.plan import BucketPlan, RuntimePlan
 from dmuon_runtime.runtime import find_runtime
 
 __all__ = ["CommPlanSummary", "ParamGroupSummary", "summarize_comm_plan", "summarize_param_groups"]
+
+
+_BUCKET_COLUMNS = (
+    "unit", "route", "owner_rank", "num_parameters", "gather_bytes", "reduce_bytes", "publish_bytes"
+)  # fmt: skip
 
 
 def _table(rows: Sequence[Mapping[str, object]], columns: Sequence[str]) -> str:
@@ -42,8 +48,8 @@ class CommPlanSummary(dict[str, object]):
         ]
         traffic = cast("list[dict[str, object]]", self["traffic"])
         return (
-            f"plan {str(self['hash'])[:12]} on {self['world_size']} ranks\n"
-            f"{_table(rows, ('unit', 'route', 'owner_rank', 'num_parameters', 'gather_bytes', 'reduce_bytes'))}\n"
+            f"plan {str(self['hash'])[:12]} on (replicate, shard) = {self['mesh_shape']}, storage {self['storage']}\n"
+            f"{_table(rows, _BUCKET_COLUMNS)}\n"
             f"{_table(traffic, ('route', 'phase', 'collectives', 'payload_bytes'))}"
         )
 
@@ -77,14 +83,33 @@ def summarize_param_groups(model: nn.Module, optimizer: Muon) -> ParamGroupSumma
         groups=groups,
         parameters=rows,
         route_param_counts=counts,
+        guests=[
+            {
+                "name": guest.name,
+                "route": "adamw",
+                "manager": guest.manager,
+                "shape": list(guest.parameter.shape),
+                "group_index": group_of[id(guest.parameter)],
+                "local_numel": guest.master.numel(),
+            }
+            for guest in optimizer.guests
+        ],
         frozen=list(runtime.plan.frozen),
         warnings=list(runtime.plan.warnings),
     )
 
 
+def _is_published(plan: RuntimePlan, bucket: BucketPlan) -> bool:
+    return plan.storage == "replicated" or (plan.mesh_shape[0] > 1 and bucket.owner is not None)
+
+
 def summarize_comm_plan(model: nn.Module) -> CommPlanSummary:
-    """Return units, buckets and the traffic predicted for one step with one backward; no communication."""
-    plan = find_runtime(model).plan
+    """Return units, buckets and the traffic predicted for one step with one backward; no communication.
+
+    ``traffic`` is that of this rank; ``planned_cost`` and ``resident_bytes`` are by rank.
+    """
+    runtime = find_runtime(model)
+    plan = runtime.plan
     units: list[dict[str, object]] = [
         {
             "name": unit.name or "<root>",
@@ -96,6 +121,7 @@ def summarize_comm_plan(model: nn.Module) -> CommPlanSummary:
                     "num_parameters": len(bucket.parameters),
                     "gather_bytes": bucket.gather_bytes,
                     "reduce_bytes": bucket.reduce_bytes,
+                    "publish_bytes": bucket.publish_bytes if _is_published(plan, bucket) else 0,
                 }
                 for bucket in unit.buckets
             ],
@@ -104,14 +130,17 @@ def summarize_comm_plan(model: nn.Module) -> CommPlanSummary:
     ]
     traffic: list[dict[str, object]] = [
         {"route": route, "phase": phase, "collectives": item.collectives, "payload_bytes": item.payload_bytes}
-        for (route, phase), item in plan.traffic.items()
+        for (route, phase), item in plan.rank_traffic[runtime.transport.rank].items()
     ]
     return CommPlanSummary(
         hash=plan.hash,
         world_size=plan.world_size,
+        mesh_shape=list(plan.mesh_shape),
+        storage=plan.storage,
         units=units,
         traffic=traffic,
         planned_cost=[rank.cost for rank in plan.ranks],
+        resident_bytes=[rank.resident_bytes for rank in plan.ranks],
         predicted_imbalance=plan.predicted_imbalance,
         warnings=list(plan.warnings),
     )

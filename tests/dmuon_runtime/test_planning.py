@@ -113,6 +113,53 @@ def test_traffic_follows_from_buckets() -> None:
     assert all(rank.peak_bytes > rank.resident_bytes > 0 for rank in z3.ranks)
 
 
+def test_a_grid_spreads_owners_over_all_ranks() -> None:
+    """Ranks are numbered along the grid; each owner's column alone reduces twice and hears what is published."""
+    grid, row = _plan((2, 3)), _plan(6)
+    assert grid.mesh_shape == (2, 3) and grid.world_size == 6 and grid.hash != row.hash
+    assert [entry.owner for entry in grid.parameters] == [entry.owner for entry in row.parameters]
+    assert grid.place(5) == (2, 1)
+    for shard_rank in range(3):
+        table = grid.rank_traffic[shard_rank]
+        assert table == grid.rank_traffic[shard_rank + 3], "ranks of one column are alike"
+        published = [b for b in grid.buckets if b.owner is not None and b.owner % 3 == shard_rank]
+        assert sum(item.payload_bytes for (_, phase), item in table.items() if phase == "publish") == sum(
+            bucket.publish_bytes for bucket in published
+        )
+        reduced = sum(item.payload_bytes for (_, phase), item in table.items() if phase == "reduce")
+        sharded = [bucket for bucket in grid.buckets if bucket.owner is None]
+        assert reduced == sum(b.reduce_bytes for b in (*grid.buckets, *published)) + sum(
+            bucket.reduce_bytes // 3 for bucket in sharded
+        )
+
+
+def test_resident_bytes_by_mode() -> None:
+    """Owners hold masters and state once; replicas add a copy in the column, replicated storage one on every rank."""
+    row, grid, everywhere = _plan(4), _plan((2, 2)), _plan(4, storage="replicated", reshard_after_forward=True)
+    totals = [sum(rank.resident_bytes for rank in plan.ranks) for plan in (row, grid, everywhere)]
+    copies = sum(bucket.publish_bytes for bucket in grid.buckets if bucket.owner is not None)
+    assert totals[1] - totals[0] == copies + sum(b.numel * 12 for b in grid.buckets if b.owner is None) * 2 - sum(
+        b.numel * 12 for b in row.buckets if b.owner is None
+    )
+    assert totals[2] - totals[0] == 4 * sum(bucket.gather_bytes for bucket in everywhere.buckets)
+    assert not everywhere.reshard_after_forward and {p for _, p in everywhere.traffic} == {"reduce", "publish"}
+    half = _plan((2, 2), publish_dtype="bf16")
+    assert 2 * sum(b.publish_bytes for b in half.buckets) == sum(b.publish_bytes for b in grid.buckets)
+
+
+def test_large_plans_stay_fast() -> None:
+    """Load and traffic of 4096 ranks are one pass over the buckets, not one for each rank."""
+    plan = _plan((16, 256))
+    assert len(plan.ranks) == len(plan.rank_traffic) == 4096
+    assert sum(rank.matrices for rank in plan.ranks) == plan.num_matrices
+
+
+def test_guests_are_part_of_the_plan() -> None:
+    plan = dmuon.plan_params(Zoo(), 3, lambda name, _: "embed" not in name, param_policy=POLICY)
+    assert "embed.weight" in plan.guests and "embed.weight" not in {entry.name for entry in plan.parameters}
+    assert plan.hash != _plan().hash
+
+
 def test_strict_routes_name_all_offenders_and_cures() -> None:
     with pytest.raises(dmuon.RouteRefused) as found:
         _plan(policy=None)

@@ -104,6 +104,8 @@ def _hold(model: nn.Module, optimizer: dmuon.Muon, norms: list[float], accumulat
     for name, value in plain.named_parameters():
         error = float((state[name] - value.detach()).norm() / value.detach().norm())
         assert error < 1e-11, f"{name}: {error}"
+    rows = dmuon.summarize_param_groups(model, optimizer)
+    assert {str(row["name"]) for row in rows["guests"]} == {name for name, route in routes.items() if route == "adamw"}  # type: ignore[union-attr, attr-defined, index]
     kinds = {str(group.get("manager", "own")) for group in optimizer.param_groups}
     assert len(kinds) == 2 and {group["route"] for group in optimizer.param_groups} == {"muon", "adamw"}
 

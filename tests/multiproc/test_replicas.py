@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dmuon_runtime as dmuon
+from dmuon_runtime import ledger
 from dmuon_runtime.runtime import find_runtime
 from tests.multiproc.harness import run_ranks
-from tests.multiproc.laws import Run, Setting, assert_traffic, dedicate, hold_to_reference
+from tests.multiproc.laws import Run, Setting, assert_traffic, dedicate, hold_to_reference, meshes
 from tests.multiproc.models import POLICY, batch, lm_loss, make
 from tests.multiproc.test_calls import DIVERGENT, calling
 from tests.multiproc.test_equality import plain_backward
@@ -133,6 +134,31 @@ def _uneven(replicas: int, storage: str) -> None:
 def test_rows_that_no_world_divides(world_size: int, replicas: int, storage: str) -> None:
     """1, 2, 3, 5, 6, 7, 9, 10, 14 and 15 rows; ranks that own nothing take part and orthogonalise nothing."""
     run_ranks(world_size, _uneven, replicas, storage)
+
+
+def _lone() -> None:
+    """One matrix on four ranks: three own nothing, take part in all that is due, and orthogonalise nothing."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8, bias=False)
+    before = model.weight.detach().clone()
+    mesh, replicate_mesh = meshes(2)
+    dmuon.dedicate_params(model, mesh, lambda *_: True, replicate_mesh=replicate_mesh)
+    optimizer = dmuon.Muon(model)
+    start = sum(count.matrices for count in ledger.snapshot().values())
+    for step in range(2):
+        model(torch.randn(3, 8, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    matrices: list[int | None] = [None] * 4
+    dist.all_gather_object(matrices, sum(count.matrices for count in ledger.snapshot().values()) - start)
+    assert sorted(count or 0 for count in matrices) == [0, 0, 0, 2]
+    state = dmuon.get_model_state_dict(model)["weight"]
+    assert state.isfinite().all() and not torch.equal(state, before)
+
+
+def test_ranks_without_work_do_none() -> None:
+    """Counted where it is launched."""
+    run_ranks(4, _lone)
 
 
 def _bytes_kept(run: Run) -> int:
