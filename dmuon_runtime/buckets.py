@@ -156,6 +156,7 @@ class Bucket:
         if self._handle is not None:
             self._handle.wait()
             self._handle = None
+            self.publication.release()
 
     def free(self) -> None:
         """Give the buffer's memory back; waits first for a collective that still fills it."""

@@ -3,7 +3,7 @@
 With replicas the owner broadcasts along the replicate axis to its column; every row then materialises from its own
 copy. With replicated storage the owner broadcasts to all ranks, and shards are gathered by all. A publication is issued
 right after the update and waited for by whatever reads the copy next: the unit's next materialisation, its next
-forward, or the next update.
+forward, or the next update. No rank waits for long: every rank of the axis has issued it in the same step.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ class Publication:
         self._bucket = bucket
         self._handle: Handle | None = None
         self._landing: Tensor | None = None
+        self._spent: Handle | None = None
+
+    def release(self) -> None:
+        """Give back what was published: compute has waited for something behind it."""
+        self._spent = None
 
     @property
     def is_pending(self) -> bool:
@@ -69,6 +74,7 @@ class Publication:
             return
         if aside:
             self._handle.wait_aside()
+            self._spent = self._handle
         else:
             self._handle.wait()
         if self._landing is not None and self._landing is not self._bucket.flat:

@@ -28,6 +28,7 @@ class _Reduction:
         self._bucket = bucket
         self._transport = transport
         self.is_discarded = False
+        self._first: Handle | None = None  # holds the first stage's buffers
         self.is_in_last_stage = transport.replicate.size == 1 or not bucket.is_in_column
         buffer = bucket.take_gradients()
         self._part: Tensor | None
@@ -51,6 +52,7 @@ class _Reduction:
         transport, plan = self._transport, self._bucket.plan
         with transport.aside("reduce"):
             self._handle.wait_aside()
+            self._first = self._handle
             self._handle = (
                 self._second_stage(self._part)
                 if plan.owner is not None
@@ -65,6 +67,7 @@ class _Reduction:
         """Wait and add the mean to the bucket's gradient, unless it was discarded."""
         assert self.is_in_last_stage
         self._handle.wait()
+        self._first = None
         if self._part is not None and self._bucket.is_mine and not self.is_discarded:
             self._bucket.accumulate(self._part)
         self._part = None

@@ -44,10 +44,14 @@ class Handle:
             self._work, self._keep = None, ()
 
     def wait_aside(self) -> None:
-        """Wait on a side stream of :meth:`Transport.aside`: compute does not stand still, so nothing is exposed."""
+        """Wait on a side stream of :meth:`Transport.aside`: compute does not stand still, so nothing is exposed.
+
+        Keep the handle until compute has waited for something behind it: memory of its buffers that is given back
+        earlier could be written to while the collective still reads it.
+        """
         if self._work is not None:
             self._span.pass_by(self._work)
-            self._work, self._keep = None, ()
+            self._work = None
 
     def is_completed(self) -> bool:
         """Tell whether it has ended, without waiting."""
