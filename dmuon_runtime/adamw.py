@@ -48,7 +48,10 @@ def adamw_update(tensors: AdamWTensors, settings: AdamWSettings, gate: Tensor | 
     gradients = list(tensors.gradients)
     if gate is not None:
         gradients = [torch.where(gate > 0, gradient, 0.0) for gradient in gradients]
-    torch._foreach_add_(list(tensors.steps), 1.0 if gate is None else gate)
+    if gate is None:
+        torch._foreach_add_(list(tensors.steps), 1.0)
+    else:  # as a list: a lone tensor would be read on the host
+        torch._foreach_add_(list(tensors.steps), [gate] * len(tensors.steps))
     _decay(tensors.exp_avgs, beta1, gate)
     torch._foreach_add_(list(tensors.exp_avgs), gradients, alpha=1 - beta1)
     _decay(tensors.exp_avg_sqs, beta2, gate)

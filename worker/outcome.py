@@ -47,11 +47,8 @@ _ECHOES = (
 )  # fmt: skip
 """Texts of errors that a rank gets because another one is gone."""
 _ECHO_TYPES = frozenset({"DistBackendError", "DistNetworkError"})
-_REASON_OF_TYPE = {
-    "NonFiniteGradient": Reason.NON_FINITE,
-    "PlanRefused": Reason.PLAN_REFUSED,
-    "SpecInvalid": Reason.SPEC_INVALID,
-}
+_REASON_OF_TYPE = {"NonFiniteGradient": Reason.NON_FINITE}
+"""A refusal of the plan is not among them: an attempt has a plan, so what is refused on its ranks is their set-up."""
 
 
 def is_root_cause(error: ErrorValue) -> bool:

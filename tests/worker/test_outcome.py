@@ -38,7 +38,7 @@ STOP = StopRequest(reason=Reason.CANCELLED, message="asked")
         ([failed(0, ECHO)], None, Reason.WORKER_LOST),
         ([failed(0, "no module", set_up=False)], None, Reason.SETUP_FAILED),
         ([failed(0, "nan", kind="dmuon_runtime.errors.NonFiniteGradient")], None, Reason.NON_FINITE),
-        ([failed(0, "bad", kind="worker.contract.errors.PlanRefused", set_up=False)], None, Reason.PLAN_REFUSED),
+        ([failed(0, "bad", kind="worker.contract.errors.PlanRefused", set_up=False)], None, Reason.SETUP_FAILED),
         ([ended(0, EndKind.STOPPED), ended(1, EndKind.STOPPED)], None, Reason.INTERNAL),
     ],
 )
