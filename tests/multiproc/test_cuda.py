@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,8 +38,36 @@ def test_laws_hold(world_size: int) -> None:
         run_ranks(world_size, non_finite_laws, backend="nccl", deadline_s=120)
 
 
+def _modes() -> list[Setting]:
+    grids = [Setting(replicas=2), Setting(replicas=2, group_policy="shared")] if dist.get_world_size() > 1 else []
+    return [Setting(storage="replicated"), *grids]
+
+
+def _replicas() -> None:
+    for base in _modes():
+        for reshard in (True, False):
+            hold_to_reference(plain_backward, replace(base, reshard=reshard, max_norm=0.5))
+            hold_to_reference(calling(DIVERGENT), replace(base, reshard=reshard), lambda: make("saved"))
+        expected = dmuon.get_model_state_dict(hold_to_reference(plain_backward, base).model)
+        waited = hold_to_reference(plain_backward, replace(base, replicate_async=False))
+        assert all(torch.equal(expected[name], v) for name, v in dmuon.get_model_state_dict(waited.model).items())
+        if dist.get_world_size() > 1:
+            non_finite_laws(replace(base, steps=2))
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_replicas_and_replicated_storage(world_size: int) -> None:
+    """Equality, waiting and not waiting for publications, steps skipped on the device, shared groups."""
+    run_ranks(world_size, _replicas, backend="nccl", deadline_s=120)
+
+
 def _no_synchronisation() -> None:
-    run = dedicate(make(dtype=torch.float32), Setting())
+    for setting in (Setting(), *_modes()):
+        _no_synchronisation_in(setting)
+
+
+def _no_synchronisation_in(setting: Setting) -> None:
+    run = dedicate(make(dtype=torch.float32), setting)
     tokens = torch.randint(0, 13, (3, 7), device="cuda")
     for step in range(4):
         if step == 2:
