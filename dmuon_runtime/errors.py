@@ -87,12 +87,6 @@ class AlreadyDedicated(DMuonError):
     code = "already_dedicated"
 
 
-class AlreadySharded(DMuonError):
-    """The predicate chose parameters that FSDP2 or DDP has already taken."""
-
-    code = "already_sharded"
-
-
 class NotDedicated(DMuonError):
     """The model has not been given to the runtime."""
 
@@ -151,6 +145,12 @@ class UnsupportedFeature(DMuonError, NotImplementedError):
     """A declared feature that this version does not have; the message names what to use instead."""
 
     code = "unsupported"
+
+
+class AlreadySharded(UnsupportedFeature):
+    """The predicate chose parameters that FSDP2 or DDP has already taken."""
+
+    code = "already_sharded"
 
 
 class NonFiniteGradient(DMuonError):

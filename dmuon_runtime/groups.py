@@ -8,12 +8,13 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from dmuon_runtime.errors import ParamGroupError
+from dmuon_runtime.errors import ParamGroupError, SettingError
 from dmuon_runtime.guests import Guest
-from dmuon_runtime.policy import ROUTES, Route
+from dmuon_runtime.plan import ParameterPlan
+from dmuon_runtime.policy import ROUTES, Route, parse_route
 from dmuon_runtime.runtime import Runtime
 
-__all__ = ["GroupDefaults", "build_groups"]
+__all__ = ["GroupDefaults", "build_groups", "learning_rate"]
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,11 @@ class GroupDefaults:
     adamw_weight_decay: float
 
 
+_ROUTE_KEYS = ("dmuon_route", "dmuon_optimizer", "matrix_optimizer")
+"""Keys of a group that put all of its members on one route; the first that is there counts."""
 _KNOWN = {
     "params", "name", "group_name", "lr", "weight_decay", "momentum", "betas", "eps", "muon_lr", "muon_weight_decay",
-    "adamw_lr", "adamw_weight_decay", "adamw_betas",
+    "adamw_lr", "adamw_weight_decay", "adamw_betas", *_ROUTE_KEYS,
 }  # fmt: skip
 
 
@@ -43,7 +46,8 @@ def build_groups(
 ) -> list[dict[str, object]]:
     """Return torch param groups with ``route``, ``group_name`` and hyper-parameters, the same on all ranks.
 
-    Raises :class:`ParamGroupError` that lists unknown keys, foreign tensors, duplicates and omissions, all at once.
+    A group may change the maths of its members (``muon`` to ``adamw`` or back), not their placement. Raises
+    :class:`ParamGroupError` that lists unknown keys, foreign tensors, duplicates, omissions and routes that cannot be.
     """
     if groups is None:
         groups = [{"params": [*runtime.parameters, *(guest.parameter for guest in guests)], "name": "default"}]
@@ -52,11 +56,18 @@ def build_groups(
     built: list[dict[str, object]] = []
     for index, (group, parameters) in enumerate(zip(groups, members, strict=True)):
         name = str(group.get("group_name", group.get("name", f"group_{index}")))
+        forced = _forced_route(group)
         for route in ROUTES:
-            chosen = [runtime.parameters[i] for i in parameters if runtime.plan.parameters[i].route == route]
+            chosen = [
+                runtime.parameters[i] for i in parameters if (forced or runtime.plan.parameters[i].route) == route
+            ]
             if chosen:
-                built.append({"params": chosen, "route": route, "group_name": f"{name}/{route}"})
+                built.append(
+                    {"params": chosen, "route": route, "group_name": f"{name}/{route}", "semantic_group_name": name}
+                )
                 built[-1].update(_settings(group, route, defaults))
+                rate = built[-1]["lr"]
+                built[-1]["lr"] = rate.clone() if isinstance(rate, Tensor) else rate  # schedulers fill it in place
         for manager in dict.fromkeys(managers.values()):
             visiting = [p for p in _listed(group) if managers.get(id(p)) == manager]
             if visiting:
@@ -64,6 +75,8 @@ def build_groups(
                     {"params": visiting, "route": "adamw", "group_name": f"{name}/adamw/{manager}", "manager": manager}
                 )
                 built[-1].update(_settings(group, "adamw", defaults))
+                rate = built[-1]["lr"]
+                built[-1]["lr"] = rate.clone() if isinstance(rate, Tensor) else rate  # schedulers fill it in place
     return built
 
 
@@ -73,19 +86,36 @@ class _Roll:
 
     places: dict[int, int]
     names: list[str]
-    num_own: int
+    plans: tuple[ParameterPlan, ...]
+    """Of the runtime's own, which come first."""
+
+    @property
+    def num_own(self) -> int:
+        """Parameters of the runtime itself."""
+        return len(self.plans)
 
     @classmethod
     def call(cls, runtime: Runtime, guests: Sequence[Guest]) -> _Roll:
         """Return own parameters in plan order, then guests."""
         everyone = [*runtime.parameters, *(guest.parameter for guest in guests)]
         names = [entry.name for entry in runtime.plan.parameters] + [guest.name for guest in guests]
-        return cls({id(parameter): place for place, parameter in enumerate(everyone)}, names, len(runtime.parameters))
+        return cls({id(parameter): place for place, parameter in enumerate(everyone)}, names, runtime.plan.parameters)
 
 
 def _listed(group: Mapping[str, object]) -> list[object]:
     given = group.get("params")
     return [given] if isinstance(given, nn.Parameter) else list(cast("Sequence[object]", given))
+
+
+def learning_rate(group: Mapping[str, object]) -> float | Tensor:
+    """Return a group's rate as it is now, whatever was assigned: a number, or a 0-dim tensor if it is on a device.
+
+    A tensor in host memory is read here; one on a device is used there, which no step waits for.
+    """
+    value = group["lr"]
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        return value.detach()
+    return float(cast(float, value))
 
 
 def _settings(group: Mapping[str, object], route: Route, defaults: GroupDefaults) -> dict[str, object]:
@@ -103,6 +133,39 @@ def _settings(group: Mapping[str, object], route: Route, defaults: GroupDefaults
     }
 
 
+def _forced_route(group: Mapping[str, object]) -> Route | None:
+    """Return the route that the group puts all of its members on, or None; raises :class:`SettingError`."""
+    key = next((key for key in _ROUTE_KEYS if key in group), None)
+    return None if key is None else parse_route(group[key])
+
+
+def _route_mistakes(number: int, group: Mapping[str, object], members: Sequence[ParameterPlan]) -> list[str]:
+    """Say which members cannot take the route that the group forces on them."""
+    try:
+        forced = _forced_route(group)
+    except SettingError as error:
+        return [f"group {number}: {error}"]
+    found: list[str] = []
+    for entry in members:
+        if forced is None or forced == entry.route:
+            continue
+        if "sharded_adamw" in (forced, entry.route):
+            found.append(
+                f"group {number} moves {entry.name} from {entry.route} to {forced}, but shards are laid out by "
+                "dedicate_params; set the route in param_policy"
+            )
+        elif forced == "muon" and not _is_matrix(entry):
+            found.append(
+                f"group {number} moves {entry.name} to muon, but its shape {entry.shape} is no plain matrix; leave it "
+                "out of the group, or set route and matrix_view in param_policy"
+            )
+    return found
+
+
+def _is_matrix(entry: ParameterPlan) -> bool:
+    return len(entry.shape) == 2 and min(entry.shape) > 1
+
+
 def _check(roll: _Roll, groups: Sequence[Mapping[str, object]]) -> list[list[int]]:
     """Return plan indices of each group's members; frozen members and guests are left out."""
     if isinstance(groups, Mapping) or not groups:
@@ -115,6 +178,7 @@ def _check(roll: _Roll, groups: Sequence[Mapping[str, object]]) -> list[list[int
         if unknown:
             mistakes.append(f"group {number} has the unknown keys {unknown}; known are {sorted(_KNOWN)}")
         members.append([i for i in _members(number, group, roll, seen, mistakes) if i < roll.num_own])
+        mistakes += _route_mistakes(number, group, [roll.plans[i] for i in members[-1]])
     omitted = [name for i, name in enumerate(roll.names) if i not in seen]
     if omitted:
         mistakes.append(f"no group has {', '.join(omitted)}; every managed parameter must be in one")

@@ -33,7 +33,7 @@ from dmuon_runtime.policy import (
     parse_param_policy,
     resolve_policy,
 )
-from dmuon_runtime.strictness import check_routes, check_views
+from dmuon_runtime.strictness import check_routes, check_views, view_warnings
 
 __all__ = ["PlanOptions", "Predicate", "ProcessGroupPolicy", "build_plan"]
 
@@ -84,7 +84,8 @@ def build_plan(
     policy = parse_param_policy(options.param_policy)
     tree = ModuleTree(model)
     chosen, frozen, guests, warnings = _select(tree, predicate)
-    policies = {e.name: resolve_policy(e.name, e.parameter, policy, options.route_hint_fn) for e in chosen}
+    _refuse_sharded(chosen)
+    policies = {e.name: resolve_policy(e.names, e.parameter, policy, options.route_hint_fn) for e in chosen}
     if options.strict_routes:
         check_routes(chosen, policies, tree)
     check_views(chosen, policies)
@@ -110,7 +111,7 @@ def build_plan(
         backward_order=_backward_order(names, tree),
         frozen=tuple(frozen),
         guests=tuple(guests),
-        warnings=(*warnings, *_policy_warnings(policy, chosen)),
+        warnings=(*warnings, *_policy_warnings(policy, chosen), *view_warnings(chosen, policies, tree)),
     )
 
 
@@ -145,21 +146,29 @@ def _select(tree: ModuleTree, predicate: Predicate) -> tuple[list[NamedParameter
             f"the predicate chose none of {len(tree.parameters)} parameters that train; pass one that holds for them, "
             "such as lambda name, parameter: parameter.requires_grad"
         )
-    sharded = [entry.name for entry in chosen if isinstance(entry.parameter, DTensor)]
-    if sharded:
-        raise AlreadySharded(
-            f"already sharded: {', '.join(sharded)}; call dedicate_params before fully_shard, and pass "
-            "ignored_params=ignored_params(model) to every fully_shard",
-            sharded,
-        )
     return chosen, frozen, guests, warnings
+
+
+def _refuse_sharded(chosen: Sequence[NamedParameter]) -> None:
+    """Refuse parameters that another library has already spread over a mesh; orthogonalising shards is not the same."""
+    found = [
+        f"{entry.name} on {entry.parameter.device_mesh} as {list(entry.parameter.placements)}"
+        for entry in chosen
+        if isinstance(entry.parameter, DTensor)
+    ]
+    if found:
+        raise AlreadySharded(
+            f"already distributed: {'; '.join(found)}; give the runtime plain parameters: call dedicate_params before "
+            "fully_shard, which then takes ignored_params=ignored_params(model), or leave these out of the predicate",
+            found,
+        )
 
 
 def _policy_warnings(policy: ParamPolicy, chosen: Sequence[NamedParameter]) -> list[str]:
     return [
         f"overrides[{index}] ({', '.join(override.tokens)}) matches no managed parameter"
         for index, override in enumerate(policy.overrides)
-        if not any(override.matches(entry.name) for entry in chosen)
+        if not any(override.matches(entry.names) for entry in chosen)
     ]
 
 
