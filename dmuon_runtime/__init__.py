@@ -6,6 +6,7 @@ from dmuon_runtime.counters import CommCount, Counters, CountersSnapshot
 from dmuon_runtime.dedicate import dedicate_params, plan_params
 from dmuon_runtime.errors import (
     AlreadyDedicated,
+    AlreadySharded,
     BoundaryError,
     CallMismatch,
     DMuonError,
@@ -14,7 +15,9 @@ from dmuon_runtime.errors import (
     NonFiniteGradient,
     NotDedicated,
     NothingMatched,
+    ParametersChanged,
     ParamGroupError,
+    PeerFailed,
     PlanMismatch,
     PolicyError,
     RouteRefused,
@@ -23,6 +26,7 @@ from dmuon_runtime.errors import (
     UnmanagedParameters,
     UnsupportedFeature,
 )
+from dmuon_runtime.guests import ignore_in_ddp, ignored_params
 from dmuon_runtime.kernels import get_backend_status, get_ns_backend
 from dmuon_runtime.muon import Muon
 from dmuon_runtime.newton_schulz import (
@@ -34,7 +38,7 @@ from dmuon_runtime.newton_schulz import (
 )
 from dmuon_runtime.outcome import StepOutcome
 from dmuon_runtime.plan import BucketPlan, ParameterPlan, RankPlan, RuntimePlan, Traffic, UnitPlan
-from dmuon_runtime.runtime import get_counters, get_plan, no_sync
+from dmuon_runtime.runtime import fail_together, get_counters, get_plan, no_sync
 from dmuon_runtime.state import get_model_state_dict, set_model_state_dict
 from dmuon_runtime.summaries import summarize_comm_plan, summarize_param_groups
 
@@ -43,6 +47,7 @@ __all__ = [
     "POLAR_EXPRESS_COEFFICIENTS",
     "YOU_COEFFICIENTS",
     "AlreadyDedicated",
+    "AlreadySharded",
     "BoundaryError",
     "BucketPlan",
     "CallMismatch",
@@ -59,6 +64,8 @@ __all__ = [
     "NothingMatched",
     "ParamGroupError",
     "ParameterPlan",
+    "ParametersChanged",
+    "PeerFailed",
     "PlanMismatch",
     "PolicyError",
     "RankPlan",
@@ -74,12 +81,15 @@ __all__ = [
     "clip_grad_norm_",
     "dedicate_params",
     "direct_newton_schulz",
+    "fail_together",
     "get_backend_status",
     "get_counters",
     "get_model_state_dict",
     "get_ns_backend",
     "get_plan",
     "gram_newton_schulz",
+    "ignore_in_ddp",
+    "ignored_params",
     "newton_schulz",
     "no_sync",
     "orthogonality_error",

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from dmuon_runtime.errors import SettingError
+from dmuon_runtime.guests import Guest
 from dmuon_runtime.muon import Muon
+from dmuon_runtime.pieces import Piece
 from dmuon_runtime.schedule import Call
 
 __all__ = ["clip_grad_norm_"]
@@ -24,15 +26,19 @@ def clip_grad_norm_(optimizer: Muon, max_norm: float) -> Tensor:
     runtime = optimizer.runtime
     runtime.watch.note_outside()
     present = runtime.schedule.meet(Call.CLIP)
-    gradients = [piece.gradient for piece in optimizer.pieces if present[piece.index]]
+    everyone: list[Piece | Guest] = [piece for piece in optimizer.pieces if present[piece.index]]
+    everyone += [guest for guest in optimizer.guests if guest.has_gradient]
     square = torch.zeros((), dtype=torch.float64, device=runtime.transport.device)
-    if gradients:
-        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64))
-        square = norms.square().sum()
+    counted = [member.gradient for member in everyone if member.counts_here]
+    if counted:
+        square = torch.stack(torch._foreach_norm(counted, 2, dtype=torch.float64)).square().sum()
     norm = runtime.transport.sum_values(square).sqrt()
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     coefficient = torch.where(torch.isfinite(norm), coefficient, 1.0)
-    if gradients:
-        torch._foreach_mul_(gradients, coefficient.to(gradients[0].dtype))
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for member in everyone:
+        by_dtype.setdefault(member.gradient.dtype, []).append(member.gradient)
+    for dtype, gradients in by_dtype.items():
+        torch._foreach_mul_(gradients, coefficient.to(dtype))
     optimizer.clip_norm = norm
     return norm.to(torch.float32)

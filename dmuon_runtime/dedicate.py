@@ -9,31 +9,36 @@ from functools import partial
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from dmuon_runtime.boundary import BoundaryPredicate
 from dmuon_runtime.buckets import Bucket
 from dmuon_runtime.counters import Counters
-from dmuon_runtime.errors import AlreadyDedicated, DMuonError, PlanMismatch, SettingError, UnsupportedFeature
+from dmuon_runtime.errors import AlreadyDedicated, AlreadySharded, DMuonError, PlanMismatch, SettingError
 from dmuon_runtime.hooks import install_hooks
 from dmuon_runtime.partition import CostModel, OwnerStrategy
 from dmuon_runtime.plan import RuntimePlan
 from dmuon_runtime.planning import PlanOptions, Predicate, ProcessGroupPolicy, build_plan
 from dmuon_runtime.policy import RouteHintFn
+from dmuon_runtime.process_groups import open_grid
 from dmuon_runtime.runtime import Runtime, names_under_a_runtime, register_runtime
 from dmuon_runtime.schedule import Schedule
 from dmuon_runtime.transport import Transport
 from dmuon_runtime.unit import Unit
 
-__all__ = ["dedicate_params", "plan_params"]
+__all__ = ["Owner", "dedicate_params", "plan_params"]
+
+
+Owner = int | tuple[int, int]
+"""A shard rank; with a replicate mesh, a shard and a replicate rank. -1 stands for all."""
 
 
 def plan_params(
     model: nn.Module,
-    world_size: int,
+    mesh_shape: int | tuple[int, int],
     predicate: Predicate,
     *,
     param_policy: Mapping[str, object] | None = None,
-    replicate_mesh: DeviceMesh | None = None,
     storage: str = "sharded",
     reshard_after_forward: bool = True,
     hook_boundary_predicate: BoundaryPredicate | None = None,
@@ -43,17 +48,19 @@ def plan_params(
     owner_strategy: OwnerStrategy = "lpt",
     owner_cost_model: CostModel = "ns_flops",
     process_group_policy: ProcessGroupPolicy = "isolated",
+    publish_dtype: torch.dtype | str | None = None,
 ) -> RuntimePlan:
-    """Return the plan that :func:`dedicate_params` with the same arguments would follow on ``world_size`` ranks.
+    """Return the plan that :func:`dedicate_params` with the same arguments would follow on a mesh of that shape.
 
-    Pure: reads names, shapes and dtypes only, so a model on the meta device will do. Raises the same errors.
+    ``mesh_shape`` is the size of the shard axis, or of the replicate and the shard axis. Pure: reads names, shapes and
+    dtypes only, so a model on the meta device will do. Raises the same errors.
     """
-    _refuse_replicas(replicate_mesh)
+    shape = (1, mesh_shape) if isinstance(mesh_shape, int) else mesh_shape
     options = PlanOptions(
         param_policy, storage, reshard_after_forward, hook_boundary_predicate, hook_boundary_strict, route_hint_fn,
-        strict_routes, owner_strategy, owner_cost_model, process_group_policy,
+        strict_routes, owner_strategy, owner_cost_model, process_group_policy, publish_dtype,
     )  # fmt: skip
-    return build_plan(model, world_size, predicate, options)
+    return build_plan(model, shape, predicate, options)
 
 
 def dedicate_params(
@@ -72,44 +79,50 @@ def dedicate_params(
     owner_strategy: OwnerStrategy = "lpt",
     owner_cost_model: CostModel = "ns_flops",
     process_group_policy: ProcessGroupPolicy = "isolated",
-) -> dict[nn.Parameter, int]:
-    """Give every chosen parameter of ``model`` to the runtime; collective over ``mesh`` (1-D).
+    publish_dtype: torch.dtype | str | None = None,
+) -> dict[nn.Parameter, Owner]:
+    """Give every chosen parameter of ``model`` to the runtime; collective over ``mesh`` and ``replicate_mesh`` (1-D).
 
-    The parameter objects stay in their modules; between uses their storage is empty. The weights that count are the
-    owner's (or, for ``sharded_adamw``, each rank's part), so initialise all ranks alike. Returns the owner rank by
-    parameter; a ``sharded_adamw`` parameter, which all ranks own, is given rank -1. Raises a :class:`DMuonError` on
-    every rank, before anything is changed, when the plan is refused or the ranks' plans differ.
+    The parameter objects stay in their modules; between uses their storage is empty (not with
+    ``storage="replicated"``). The weights that count are the owner's (or, for ``sharded_adamw``, each rank's part), so
+    initialise all ranks alike. What trains and is not chosen must be given to ``fully_shard`` or DDP, afterwards.
+
+    Returns the owner by parameter: its rank on ``mesh``, with ``replicate_mesh`` its (shard, replicate) ranks; -1 where
+    all ranks own a part. Raises a :class:`DMuonError` on every rank, before anything is changed, when the plan is
+    refused or the ranks' plans differ.
     """
     counters = Counters()
-    transport = Transport(mesh, process_group_policy, counters)
+    transport = Transport(open_grid(mesh, replicate_mesh, process_group_policy), counters)
     make_options = partial(
         PlanOptions,
         param_policy, storage, reshard_after_forward, hook_boundary_predicate, hook_boundary_strict, route_hint_fn,
-        strict_routes, owner_strategy, owner_cost_model, process_group_policy,
+        strict_routes, owner_strategy, owner_cost_model, process_group_policy, publish_dtype,
     )  # fmt: skip
 
     def make_plan() -> RuntimePlan:
         _refuse_second(model)
-        _refuse_replicas(replicate_mesh)
-        return build_plan(model, transport.world_size, predicate, make_options())
+        return build_plan(model, transport.mesh_shape, predicate, make_options())
 
     plan = _agree_on_plan(make_plan, transport)
     runtime = _take_over(model, plan, transport, counters)
     register_runtime(model, runtime)
     return {
-        parameter: -1 if entry.owner is None else entry.owner
+        parameter: _owner(plan, entry.owner, replicate_mesh is not None)
         for parameter, entry in zip(runtime.parameters, plan.parameters, strict=True)
     }
 
 
-def _refuse_replicas(replicate_mesh: DeviceMesh | None) -> None:
-    if replicate_mesh is not None:
-        raise UnsupportedFeature(
-            "replicate_mesh is not available yet; put all ranks on the one shard mesh (world ranks on a 1-D mesh)"
-        )
+def _owner(plan: RuntimePlan, owner: int | None, with_replicas: bool) -> Owner:
+    place = (-1, -1) if owner is None else plan.place(owner)
+    return place if with_replicas else place[0]
 
 
 def _refuse_second(model: nn.Module) -> None:
+    if isinstance(model, DistributedDataParallel):
+        raise AlreadySharded(
+            "the model is already under DDP, which has taken its parameters; call dedicate_params on the model first, "
+            "tell DDP what to ignore (ignored_param_names), and wrap it then"
+        )
     taken = names_under_a_runtime(model)
     if taken:
         where = ", ".join(taken)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "AlreadyDedicated",
+    "AlreadySharded",
     "BoundaryError",
     "CallMismatch",
     "DMuonError",
@@ -18,6 +19,8 @@ __all__ = [
     "NotDedicated",
     "NothingMatched",
     "ParamGroupError",
+    "ParametersChanged",
+    "PeerFailed",
     "PlanMismatch",
     "PolicyError",
     "RouteRefused",
@@ -102,6 +105,12 @@ class UnmanagedParameters(DMuonError):
     code = "unmanaged_parameters"
 
 
+class ParametersChanged(DMuonError):
+    """The model's parameters are no longer the ones that were dedicated, or another runtime has them too."""
+
+    code = "parameters_changed"
+
+
 class ParamGroupError(DMuonError):
     """Optimizer groups with duplicates, foreign tensors or omissions."""
 
@@ -120,6 +129,12 @@ class CallMismatch(DMuonError):
     code = "call_mismatch"
 
 
+class PeerFailed(DMuonError):
+    """Another rank raised inside ``fail_together``; the message has its rank and its error."""
+
+    code = "peer_failed"
+
+
 class StateMismatch(DMuonError):
     """A state dict with missing, unexpected or differently shaped entries; nothing was changed."""
 
@@ -130,6 +145,12 @@ class UnsupportedFeature(DMuonError, NotImplementedError):
     """A declared feature that this version does not have; the message names what to use instead."""
 
     code = "unsupported"
+
+
+class AlreadySharded(UnsupportedFeature):
+    """The predicate chose parameters that FSDP2 or DDP has already taken."""
+
+    code = "already_sharded"
 
 
 class NonFiniteGradient(DMuonError):

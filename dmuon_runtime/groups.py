@@ -9,6 +9,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from dmuon_runtime.errors import ParamGroupError, SettingError
+from dmuon_runtime.guests import Guest
 from dmuon_runtime.plan import ParameterPlan
 from dmuon_runtime.policy import ROUTES, Route, parse_route
 from dmuon_runtime.runtime import Runtime
@@ -38,7 +39,10 @@ _KNOWN = {
 
 
 def build_groups(
-    runtime: Runtime, groups: Sequence[Mapping[str, object]] | None, defaults: GroupDefaults
+    runtime: Runtime,
+    groups: Sequence[Mapping[str, object]] | None,
+    defaults: GroupDefaults,
+    guests: Sequence[Guest] = (),
 ) -> list[dict[str, object]]:
     """Return torch param groups with ``route``, ``group_name`` and hyper-parameters, the same on all ranks.
 
@@ -46,8 +50,9 @@ def build_groups(
     :class:`ParamGroupError` that lists unknown keys, foreign tensors, duplicates, omissions and routes that cannot be.
     """
     if groups is None:
-        groups = [{"params": list(runtime.parameters), "name": "default"}]
-    members = _check(runtime, groups)
+        groups = [{"params": [*runtime.parameters, *(guest.parameter for guest in guests)], "name": "default"}]
+    members = _check(_Roll.call(runtime, guests), groups)
+    managers = {id(guest.parameter): guest.manager for guest in guests}
     built: list[dict[str, object]] = []
     for index, (group, parameters) in enumerate(zip(groups, members, strict=True)):
         name = str(group.get("group_name", group.get("name", f"group_{index}")))
@@ -63,7 +68,43 @@ def build_groups(
                 built[-1].update(_settings(group, route, defaults))
                 rate = built[-1]["lr"]
                 built[-1]["lr"] = rate.clone() if isinstance(rate, Tensor) else rate  # schedulers fill it in place
+        for manager in dict.fromkeys(managers.values()):
+            visiting = [p for p in _listed(group) if managers.get(id(p)) == manager]
+            if visiting:
+                built.append(
+                    {"params": visiting, "route": "adamw", "group_name": f"{name}/adamw/{manager}", "manager": manager}
+                )
+                built[-1].update(_settings(group, "adamw", defaults))
+                rate = built[-1]["lr"]
+                built[-1]["lr"] = rate.clone() if isinstance(rate, Tensor) else rate  # schedulers fill it in place
     return built
+
+
+@dataclass(frozen=True)
+class _Roll:
+    """Whom groups must name: by the id of a parameter that is alive, its place; names by place."""
+
+    places: dict[int, int]
+    names: list[str]
+    plans: tuple[ParameterPlan, ...]
+    """Of the runtime's own, which come first."""
+
+    @property
+    def num_own(self) -> int:
+        """Parameters of the runtime itself."""
+        return len(self.plans)
+
+    @classmethod
+    def call(cls, runtime: Runtime, guests: Sequence[Guest]) -> _Roll:
+        """Return own parameters in plan order, then guests."""
+        everyone = [*runtime.parameters, *(guest.parameter for guest in guests)]
+        names = [entry.name for entry in runtime.plan.parameters] + [guest.name for guest in guests]
+        return cls({id(parameter): place for place, parameter in enumerate(everyone)}, names, runtime.plan.parameters)
+
+
+def _listed(group: Mapping[str, object]) -> list[object]:
+    given = group.get("params")
+    return [given] if isinstance(given, nn.Parameter) else list(cast("Sequence[object]", given))
 
 
 def learning_rate(group: Mapping[str, object]) -> float | Tensor:
@@ -125,11 +166,10 @@ def _is_matrix(entry: ParameterPlan) -> bool:
     return len(entry.shape) == 2 and min(entry.shape) > 1
 
 
-def _check(runtime: Runtime, groups: Sequence[Mapping[str, object]]) -> list[list[int]]:
-    """Return plan indices of each group's members; frozen members are left out."""
+def _check(roll: _Roll, groups: Sequence[Mapping[str, object]]) -> list[list[int]]:
+    """Return plan indices of each group's members; frozen members and guests are left out."""
     if isinstance(groups, Mapping) or not groups:
         raise ParamGroupError("param_groups must be a non-empty list of mappings with 'params'")
-    index = {id(parameter): i for i, parameter in enumerate(runtime.parameters)}
     mistakes: list[str] = []
     seen: dict[int, int] = {}
     members: list[list[int]] = []
@@ -137,9 +177,9 @@ def _check(runtime: Runtime, groups: Sequence[Mapping[str, object]]) -> list[lis
         unknown = sorted(set(group) - _KNOWN)
         if unknown:
             mistakes.append(f"group {number} has the unknown keys {unknown}; known are {sorted(_KNOWN)}")
-        members.append(_members(number, group, index, runtime, seen, mistakes))
-        mistakes += _route_mistakes(number, group, [runtime.plan.parameters[i] for i in members[-1]])
-    omitted = [entry.name for i, entry in enumerate(runtime.plan.parameters) if i not in seen]
+        members.append([i for i in _members(number, group, roll, seen, mistakes) if i < roll.num_own])
+        mistakes += _route_mistakes(number, group, [roll.plans[i] for i in members[-1]])
+    omitted = [name for i, name in enumerate(roll.names) if i not in seen]
     if omitted:
         mistakes.append(f"no group has {', '.join(omitted)}; every managed parameter must be in one")
     if mistakes:
@@ -148,12 +188,7 @@ def _check(runtime: Runtime, groups: Sequence[Mapping[str, object]]) -> list[lis
 
 
 def _members(
-    number: int,
-    group: Mapping[str, object],
-    index: Mapping[int, int],
-    runtime: Runtime,
-    seen: dict[int, int],
-    mistakes: list[str],
+    number: int, group: Mapping[str, object], roll: _Roll, seen: dict[int, int], mistakes: list[str]
 ) -> list[int]:
     given = group.get("params")
     if isinstance(given, nn.Parameter):
@@ -162,14 +197,17 @@ def _members(
         mistakes.append(f"group {number} has no list of parameters under 'params'")
         return []
     found: list[int] = []
-    for parameter in given:
-        place = index.get(id(parameter))
+    for position, parameter in enumerate(given):
+        place = roll.places.get(id(parameter))
         if place is None:
             if not isinstance(parameter, nn.Parameter) or parameter.requires_grad:
-                mistakes.append(f"group {number} has a tensor that the runtime does not manage")
+                shape = f"of shape {tuple(parameter.shape)}" if isinstance(parameter, Tensor) else repr(parameter)
+                mistakes.append(
+                    f"group {number} has at position {position} a tensor {shape} that is no parameter of the model; "
+                    "take parameters from the dedicated model, after fully_shard"
+                )
         elif place in seen:
-            name = runtime.plan.parameters[place].name
-            mistakes.append(f"{name} is in group {seen[place]} and again in group {number}")
+            mistakes.append(f"{roll.names[place]} is in group {seen[place]} and again in group {number}")
         else:
             seen[place] = number
             found.append(place)

@@ -8,6 +8,7 @@ boundary module is compiled, its hooks stay outside of the graphs.
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -95,13 +96,19 @@ class _UnitHooks:
             self.schedule.need_backward(self.unit)
 
     def gradient_hook(self) -> Callable[[Tensor], None]:
-        """Return the hook for each of the unit's parameters."""
+        """Return the hook for each of the unit's parameters.
+
+        It does not keep the unit alive: the collector does not see what a tensor's hooks refer to. The module's do.
+        """
+        reference = weakref.ref(self)
 
         def note(parameter: Tensor) -> None:
-            self.watch.note_event()
-            assert isinstance(parameter, nn.Parameter)
-            self.unit.note_gradient(parameter)
-            self.schedule.gradient_ready(self.unit)
+            hooks = reference()
+            if hooks is not None:
+                hooks.watch.note_event()
+                assert isinstance(parameter, nn.Parameter)
+                hooks.unit.note_gradient(parameter)
+                hooks.schedule.gradient_ready(hooks.unit)
 
         return note
 

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from dmuon_runtime.adamw import AdamWSettings, AdamWTensors, adamw_update, apply_change, gated_factor
-from dmuon_runtime.errors import NonFiniteGradient, SettingError, UnmanagedParameters
+from dmuon_runtime.errors import NonFiniteGradient, SettingError
 from dmuon_runtime.groups import GroupDefaults, build_groups, learning_rate
+from dmuon_runtime.guests import Guest, find_guests, local_part
 from dmuon_runtime.matrices import join_blocks, matrix_blocks
 from dmuon_runtime.newton_schulz import NewtonSchulz
 from dmuon_runtime.outcome import StepOutcome, UpdateTotals
 from dmuon_runtime.pieces import Piece, collect_pieces
-from dmuon_runtime.runtime import Runtime, find_runtime
+from dmuon_runtime.runtime import find_runtime
 from dmuon_runtime.schedule import Call
 from dmuon_runtime.spans import start_span
 
@@ -44,7 +45,8 @@ class Muon(torch.optim.Optimizer):
     schedulers keep the ratio. State exists from construction, for what this rank owns. A parameter for which no
     rank had a gradient is left alone: no momentum, no decay. ``non_finite`` says what an infinite or NaN gradient does:
     ``skip`` leaves all weights and state as they are, ``raise`` raises :class:`NonFiniteGradient` on all ranks.
-    ``replicate_async`` concerns replicas, of which one shard mesh has none.
+    With replicas or replicated storage new weights are published after the update: with ``replicate_async`` behind the
+    next forward, whose units wait for theirs; else before :meth:`step` returns. The results are the same bit by bit.
     """
 
     def __init__(
@@ -67,9 +69,9 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         _check_settings(scale, non_finite, ns_steps)
         runtime = find_runtime(model)
-        _check_managed(model, runtime)
+        self.guests = find_guests(model, runtime)
         defaults = GroupDefaults(lr, momentum, weight_decay, adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay)
-        groups = build_groups(runtime, param_groups, defaults)
+        groups = build_groups(runtime, param_groups, defaults, self.guests)
         _check_numbers(groups)
         super().__init__(groups, {})
         self.runtime = runtime
@@ -81,8 +83,9 @@ class Muon(torch.optim.Optimizer):
         """Norm found by the clip that belongs to the coming step."""
         self._kept_places: dict[tuple[int, ...], Tensor] = {}
         self.pieces = collect_pieces(runtime, {id(p): g["route"] for g in self.param_groups for p in g["params"]})
-        for piece in self.pieces:
-            self.state[piece.parameter] = piece.make_state()
+        members: list[Piece | Guest] = [*self.pieces, *self.guests]
+        for member in members:
+            self.state[member.parameter] = member.make_state()
 
     def set_newton_schulz(self, newton_schulz: NewtonSchulz) -> None:
         """Use another :class:`NewtonSchulz` from the next step on."""
@@ -92,6 +95,8 @@ class Muon(torch.optim.Optimizer):
         """Discard every gradient: local, in flight and reduced. No communication."""
         self.runtime.watch.note_outside()
         self.runtime.schedule.zero_grad()
+        for guest in self.guests:
+            guest.parameter.grad = None
         self.clip_norm = None
 
     @overload
@@ -116,7 +121,7 @@ class Muon(torch.optim.Optimizer):
         present = runtime.schedule.meet(Call.STEP)
         pieces = [piece for piece in self.pieces if present[piece.index]]
         flags = runtime.transport.sum_values(self._non_finite_flags(pieces))
-        names = [entry.name for entry in runtime.plan.parameters]
+        names = [entry.name for entry in runtime.plan.parameters] + [guest.name for guest in self.guests]
         outcome = StepOutcome(flags, names, self.clip_norm)
         self.last_step, self.clip_norm = outcome, None
         on_host = flags.device.type == "cpu"
@@ -128,50 +133,56 @@ class Muon(torch.optim.Optimizer):
             )
         if not (on_host and outcome.skipped):
             gate = None if on_host or self.non_finite == "raise" else (flags.sum() == 0).to(torch.float32)
+            runtime.schedule.wait_published()
             span = start_span(flags.device)
-            outcome.updates_by_route = self._apply(pieces, gate)
+            outcome.updates_by_route = self._apply([*pieces, *(g for g in self.guests if g.has_gradient)], gate)
             span.finish()
+            runtime.schedule.publish(present, wait=not self.replicate_async)
             runtime.counters.add_owner_compute(span, sum(piece.plan.num_matrices for piece in pieces))
         runtime.schedule.end_step()
 
     def _non_finite_flags(self, pieces: Sequence[Piece]) -> Tensor:
-        """Return [parameters of the plan], 1 where this rank's part of the mean gradient is not finite."""
-        flags = torch.zeros(len(self.runtime.plan.parameters), device=self.runtime.transport.device)
-        if pieces:
-            largest = torch.stack(torch._foreach_norm([piece.gradient for piece in pieces], float("inf")))
-            flags[self._places(pieces)] = (~torch.isfinite(largest)).to(flags.dtype)
+        """Return [parameters of the plan, guests], 1 where this rank's part of the mean gradient is not finite."""
+        num_own = len(self.runtime.plan.parameters)
+        flags = torch.zeros(num_own + len(self.guests), device=self.runtime.transport.device)
+        present = {num_own + i: guest for i, guest in enumerate(self.guests) if guest.has_gradient}
+        gradients = [*(piece.gradient for piece in pieces), *(guest.gradient for guest in present.values())]
+        if gradients:
+            largest = [norm.float() for norm in torch._foreach_norm(gradients, float("inf"))]
+            places = self._places((*(piece.index for piece in pieces), *present))
+            flags[places] = (~torch.isfinite(torch.stack(largest))).to(flags.dtype)
         return flags
 
-    def _places(self, pieces: Sequence[Piece]) -> Tensor:
-        """Return the plan indices of ``pieces`` on the device; kept, because a copy from the host would synchronise."""
-        key = tuple(piece.index for piece in pieces)
+    def _places(self, key: tuple[int, ...]) -> Tensor:
+        """Return indices as a tensor on the device; kept, because a copy from the host would synchronise."""
         if key not in self._kept_places:
             self._kept_places = {key: torch.tensor(key, device=self.runtime.transport.device)}
         return self._kept_places[key]
 
-    def _apply(self, pieces: Sequence[Piece], gate: Tensor | None) -> dict[str, UpdateTotals]:
+    def _apply(self, pieces: Sequence[Piece | Guest], gate: Tensor | None) -> dict[str, UpdateTotals]:
         by_parameter = {id(piece.parameter): piece for piece in pieces}
         totals: dict[str, UpdateTotals] = {}
         muon: list[tuple[Piece, Mapping[str, object]]] = []
         for group in self.param_groups:
             members = [by_parameter[id(p)] for p in group["params"] if id(p) in by_parameter]
             if group["route"] == "muon":
-                muon.extend((piece, group) for piece in members)
+                muon.extend((piece, group) for piece in members if isinstance(piece, Piece))
             else:
                 changes = adamw_update(self._adamw_tensors(members), _adamw_settings(group), gate)
-                totals.setdefault(group["route"], UpdateTotals()).add(changes)
+                counted = [c for c, piece in zip(changes, members, strict=True) if piece.counts_here]
+                totals.setdefault(group["route"], UpdateTotals()).add(counted)
         if muon:
             totals["muon"] = UpdateTotals()
             totals["muon"].add(self._muon_update(muon, gate))
         return totals
 
-    def _adamw_tensors(self, pieces: Sequence[Piece]) -> AdamWTensors:
+    def _adamw_tensors(self, pieces: Sequence[Piece | Guest]) -> AdamWTensors:
         states = [self.state[piece.parameter] for piece in pieces]
         return AdamWTensors(
             weights=[piece.master for piece in pieces],
             gradients=[piece.gradient for piece in pieces],
-            exp_avgs=[state["exp_avg"] for state in states],
-            exp_avg_sqs=[state["exp_avg_sq"] for state in states],
+            exp_avgs=[local_part(state["exp_avg"]) for state in states],
+            exp_avg_sqs=[local_part(state["exp_avg_sq"]) for state in states],
             steps=[state["step"] for state in states],
         )
 
@@ -242,18 +253,3 @@ def _check_numbers(groups: Sequence[Mapping[str, object]]) -> None:
     ]
     if mistakes:
         raise SettingError("; ".join(mistakes), mistakes)
-
-
-def _check_managed(model: nn.Module, runtime: Runtime) -> None:
-    managed = {id(parameter) for parameter in runtime.parameters}
-    loose = [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.numel() > 0 and id(parameter) not in managed
-    ]
-    if loose:
-        raise UnmanagedParameters(
-            f"nobody would update {', '.join(loose)}: they train, but did not when the model was dedicated. "
-            "Unfreeze them before dedicate_params, or freeze them again",
-            loose,
-        )

@@ -34,6 +34,11 @@ class Piece:
         return part if self.bucket.is_sharded else part.view(self.plan.shape)
 
     @property
+    def counts_here(self) -> bool:
+        """True on one rank for each element: replicas of a shard are counted once in norms."""
+        return self.bucket.counts_here
+
+    @property
     def gradient(self) -> Tensor:
         """The mean gradient over ranks; there is one when any rank had one."""
         assert self.bucket.gradient is not None, f"{self.plan.name} has no reduced gradient"

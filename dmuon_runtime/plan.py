@@ -1,7 +1,7 @@
-"""The plan: what every rank will do, as frozen values that depend on names, shapes and a world size only.
+"""The plan: what every rank will do, as frozen values that depend on names, shapes and a mesh shape only.
 
-Byte counts are payload bytes on one rank in one optimizer step with one forward and one backward: a broadcast or reduce
-counts its bucket, an all-gather its output, a reduce-scatter its input. In a world of one nothing is communicated.
+Ranks are numbered along the mesh, the shard axis last: rank = replicate rank * shards + shard rank. A *row* is the
+ranks of one replica, a *column* those with one shard rank. How many collectives and bytes follow is in ``forecast.py``.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
+from dmuon_runtime.forecast import RankPlan, Traffic, TrafficTable, forecast_ranks, forecast_traffic
 from dmuon_runtime.matrices import matrix_shapes
 from dmuon_runtime.partition import ns_flops
 from dmuon_runtime.policy import DTYPE_NAMES, Route
 
-__all__ = ["BucketPlan", "ParameterPlan", "Phase", "RankPlan", "RuntimePlan", "Traffic", "UnitPlan"]
+__all__ = ["BucketPlan", "ParameterPlan", "Phase", "RankPlan", "RuntimePlan", "Traffic", "TrafficTable", "UnitPlan"]
 
 Phase = str
 """``forward``, ``backward`` (materialised again), ``reduce``, ``publish`` or ``tp``."""
-_STATE_SLOTS = {"muon": 1, "adamw": 2, "sharded_adamw": 2}
 
 
 def _size(dtype: str) -> int:
@@ -85,6 +85,7 @@ class BucketPlan:
     grad_dtype: str
     master_dtype: str
     optim_dtype: str
+    publish_dtype: str
 
     @property
     def gather_bytes(self) -> int:
@@ -95,6 +96,21 @@ class BucketPlan:
     def reduce_bytes(self) -> int:
         """Payload of one gradient reduction."""
         return self.numel * _size(self.grad_dtype)
+
+    @property
+    def publish_bytes(self) -> int:
+        """Payload of one publication of new weights to other replicas."""
+        return self.numel * _size(self.publish_dtype)
+
+    @property
+    def master_bytes(self) -> int:
+        """Master weights of the whole bucket."""
+        return self.numel * _size(self.master_dtype)
+
+    @property
+    def optim_bytes(self) -> int:
+        """One optimizer-state slot, or the reduced gradient, of the whole bucket."""
+        return self.numel * _size(self.optim_dtype)
 
 
 @dataclass(frozen=True)
@@ -109,32 +125,13 @@ class UnitPlan:
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """Collectives and payload bytes on one rank in one step."""
-
-    collectives: int
-    payload_bytes: int
-
-
-@dataclass(frozen=True)
-class RankPlan:
-    """Load and memory of one rank."""
-
-    rank: int
-    cost: float
-    matrices: int
-    resident_bytes: int
-    """Master weights and optimizer state, which stay between steps."""
-    peak_bytes: int
-    """Resident bytes, own reduced gradients, and the largest materialised units with their local gradients."""
-
-
-@dataclass(frozen=True)
 class RuntimePlan:
     """Everything that all ranks must agree on. Units are in gather order of the forward."""
 
     format_version: int
     world_size: int
+    mesh_shape: tuple[int, int]
+    """Replicate and shard axis."""
     reshard_after_forward: bool
     storage: str
     process_group_policy: str
@@ -146,6 +143,8 @@ class RuntimePlan:
     """Unit indices in gather order of the backward."""
     frozen: tuple[str, ...]
     """Parameters that do not train and stay whole on every rank."""
+    guests: tuple[str, ...]
+    """Parameters that train but are left to FSDP2 or DDP."""
     warnings: tuple[str, ...]
 
     @cached_property
@@ -158,43 +157,24 @@ class RuntimePlan:
         """All buckets in unit order."""
         return tuple(bucket for unit in self.units for bucket in unit.buckets)
 
+    def place(self, owner: int) -> tuple[int, int]:
+        """Return an owner's shard and replicate rank."""
+        return owner % self.mesh_shape[1], owner // self.mesh_shape[1]
+
     @cached_property
-    def traffic(self) -> dict[tuple[Route, Phase], Traffic]:
-        """Predicted traffic by route and phase; empty in a world of one."""
-        totals: dict[tuple[Route, Phase], Traffic] = {}
-        if self.world_size == 1:
-            return totals
-        for bucket in self.buckets:
-            phases = [("forward", bucket.gather_bytes), ("reduce", bucket.reduce_bytes)]
-            if self.reshard_after_forward:
-                phases.append(("backward", bucket.gather_bytes))
-            for phase, size in phases:
-                old = totals.get((bucket.route, phase), Traffic(0, 0))
-                totals[bucket.route, phase] = Traffic(old.collectives + 1, old.payload_bytes + size)
-        return totals
+    def rank_traffic(self) -> tuple[TrafficTable, ...]:
+        """Predicted traffic of every rank; ranks of one column are alike."""
+        return forecast_traffic(self) * self.mesh_shape[0]
+
+    @property
+    def traffic(self) -> TrafficTable:
+        """Predicted traffic of rank 0, and of every rank when there is one replica; empty in a world of one."""
+        return self.rank_traffic[0]
 
     @cached_property
     def ranks(self) -> tuple[RankPlan, ...]:
         """Load and memory of every rank."""
-        cost, matrices = [0.0] * self.world_size, [0] * self.world_size
-        resident, gradients = [0] * self.world_size, [0] * self.world_size
-        for parameter in self.parameters:
-            if parameter.owner is not None:
-                cost[parameter.owner] += parameter.cost
-                matrices[parameter.owner] += parameter.num_matrices
-        for bucket in self.buckets:
-            state = _STATE_SLOTS[bucket.route] * _size(bucket.optim_dtype)
-            every = bucket.owner is None
-            share = bucket.numel // self.world_size if every else bucket.numel
-            for rank in range(self.world_size) if every else (bucket.owner or 0,):
-                resident[rank] += share * (_size(bucket.master_dtype) + state)
-                gradients[rank] += share * _size(bucket.optim_dtype)
-                cost[rank] += self._sharded_cost(bucket) if every else 0.0
-        working = self._working_bytes()
-        return tuple(
-            RankPlan(rank, cost[rank], matrices[rank], resident[rank], resident[rank] + gradients[rank] + working)
-            for rank in range(self.world_size)
-        )
+        return forecast_ranks(self)
 
     @property
     def ns_flops(self) -> float:
@@ -211,13 +191,3 @@ class RuntimePlan:
         """Largest planned cost over the mean."""
         costs = [rank.cost for rank in self.ranks]
         return max(costs) * len(costs) / sum(costs) if sum(costs) else 1.0
-
-    def _sharded_cost(self, bucket: BucketPlan) -> float:
-        return sum(self.parameters[index].cost for index in bucket.parameters) / self.world_size
-
-    def _working_bytes(self) -> int:
-        """Return bytes of materialised parameters plus local gradients and their buckets at the worst moment."""
-        weights = [sum(bucket.gather_bytes for bucket in unit.buckets) for unit in self.units]
-        gradients = [sum(bucket.gather_bytes + bucket.reduce_bytes for bucket in unit.buckets) for unit in self.units]
-        live = sum(sorted(weights)[-2:]) if self.reshard_after_forward else sum(weights)
-        return live + sum(sorted(gradients)[-2:])

@@ -1,4 +1,4 @@
-"""From a model's names and shapes to a :class:`RuntimePlan`. Pure: meta tensors and a world size suffice."""
+"""From a model's names and shapes to a :class:`RuntimePlan`. Pure: meta tensors and a mesh shape suffice."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from dmuon_runtime.boundary import Boundaries, BoundaryPredicate, ModuleTree, NamedParameter
 from dmuon_runtime.errors import (
+    AlreadySharded,
     DtypeConflict,
+    MeshError,
     NothingMatched,
     PolicyError,
     SettingError,
-    UnmanagedParameters,
-    UnsupportedFeature,
 )
 from dmuon_runtime.matrices import matrix_shapes
 from dmuon_runtime.partition import CostModel, OwnerStrategy, WorkItem, assign_owners, owner_cost
@@ -29,6 +29,7 @@ from dmuon_runtime.policy import (
     PolicyFields,
     RouteHintFn,
     dtype_name,
+    parse_dtype,
     parse_param_policy,
     resolve_policy,
 )
@@ -38,7 +39,7 @@ __all__ = ["PlanOptions", "Predicate", "ProcessGroupPolicy", "build_plan"]
 
 Predicate = Callable[[str, nn.Parameter], bool]
 ProcessGroupPolicy = Literal["isolated", "shared"]
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _ALIGN_BYTES = 16
 
 
@@ -56,6 +57,8 @@ class PlanOptions:
     owner_strategy: OwnerStrategy = "lpt"
     owner_cost_model: CostModel = "ns_flops"
     process_group_policy: ProcessGroupPolicy = "isolated"
+    publish_dtype: torch.dtype | str | None = None
+    """Of new weights on their way to other replicas; None is each parameter's ``param_dtype``."""
 
     def __post_init__(self) -> None:
         choices = (
@@ -67,22 +70,20 @@ class PlanOptions:
         for name, value, allowed in choices:
             if value not in allowed:
                 raise SettingError(f"{name} {value!r} is unknown; use one of {', '.join(allowed)}")
-        if self.storage == "replicated":
-            raise UnsupportedFeature(
-                'storage="replicated" is not available yet; use storage="sharded" with reshard_after_forward=False, '
-                "which keeps parameters whole between forward and backward"
-            )
         if self.param_policy is not None and self.route_hint_fn is not None:
             raise PolicyError("param_policy and route_hint_fn both set routes; keep param_policy")
+        parse_dtype(self.publish_dtype)
 
 
-def build_plan(model: nn.Module, world_size: int, predicate: Predicate, options: PlanOptions) -> RuntimePlan:
-    """Return the plan, or raise the :class:`DMuonError` that says why there is none."""
-    if world_size < 1:
-        raise SettingError(f"world size must be at least 1, not {world_size}")
+def build_plan(
+    model: nn.Module, mesh_shape: tuple[int, int], predicate: Predicate, options: PlanOptions
+) -> RuntimePlan:
+    """Return the plan for ``mesh_shape`` (replicate, shard), or raise the :class:`DMuonError` that says why not."""
+    _check_mesh_shape(mesh_shape, options)
+    world_size = math.prod(mesh_shape)
     policy = parse_param_policy(options.param_policy)
     tree = ModuleTree(model)
-    chosen, frozen, warnings = _select(tree, predicate)
+    chosen, frozen, guests, warnings = _select(tree, predicate)
     _refuse_sharded(chosen)
     policies = {e.name: resolve_policy(e.names, e.parameter, policy, options.route_hint_fn) for e in chosen}
     if options.strict_routes:
@@ -94,11 +95,13 @@ def build_plan(model: nn.Module, world_size: int, predicate: Predicate, options:
     members: dict[str, list[int]] = {name: [] for name in names}
     for index, plan in enumerate(parameters):
         members[plan.unit].append(index)
-    units = tuple(_unit_plan(i, name, members[name], parameters, world_size) for i, name in enumerate(names))
+    layout = _Layout(mesh_shape[1], parse_dtype(options.publish_dtype))
+    units = tuple(_unit_plan(i, name, members[name], parameters, layout) for i, name in enumerate(names))
     return RuntimePlan(
         format_version=FORMAT_VERSION,
         world_size=world_size,
-        reshard_after_forward=options.reshard_after_forward,
+        mesh_shape=mesh_shape,
+        reshard_after_forward=options.reshard_after_forward and options.storage == "sharded",
         storage=options.storage,
         process_group_policy=options.process_group_policy,
         owner_strategy=options.owner_strategy,
@@ -107,15 +110,26 @@ def build_plan(model: nn.Module, world_size: int, predicate: Predicate, options:
         units=units,
         backward_order=_backward_order(names, tree),
         frozen=tuple(frozen),
+        guests=tuple(guests),
         warnings=(*warnings, *_policy_warnings(policy, chosen), *view_warnings(chosen, policies, tree)),
     )
 
 
-def _select(tree: ModuleTree, predicate: Predicate) -> tuple[list[NamedParameter], list[str], list[str]]:
-    """Return managed parameters, names of frozen ones, and warnings; refuse what nobody would update."""
+def _check_mesh_shape(mesh_shape: tuple[int, int], options: PlanOptions) -> None:
+    if min(mesh_shape) < 1:
+        raise SettingError(f"every axis of the mesh must have at least 1 rank, not (replicate, shard) = {mesh_shape}")
+    if options.storage == "replicated" and mesh_shape[0] > 1:
+        raise MeshError(
+            'storage="replicated" keeps whole parameters on every rank, so it has one axis only; pass all ranks as the '
+            "1-D mesh and no replicate_mesh"
+        )
+
+
+def _select(tree: ModuleTree, predicate: Predicate) -> tuple[list[NamedParameter], list[str], list[str], list[str]]:
+    """Return managed parameters, names of frozen ones and of those left to others, and warnings."""
     chosen: list[NamedParameter] = []
     frozen: list[str] = []
-    unmanaged: list[str] = []
+    guests: list[str] = []
     warnings: list[str] = []
     for entry in tree.parameters:
         matched = bool(predicate(entry.name, entry.parameter))
@@ -126,19 +140,13 @@ def _select(tree: ModuleTree, predicate: Predicate) -> tuple[list[NamedParameter
         elif matched:
             chosen.append(entry)
         else:
-            unmanaged.append(entry.name)
+            guests.append(entry.name)
     if not chosen:
         raise NothingMatched(
             f"the predicate chose none of {len(tree.parameters)} parameters that train; pass one that holds for them, "
             "such as lambda name, parameter: parameter.requires_grad"
         )
-    if unmanaged:
-        raise UnmanagedParameters(
-            f"nobody would update {', '.join(unmanaged)}: they train, but the predicate does not choose them. Widen "
-            "the predicate, or freeze them with requires_grad_(False); no other runtime can share a model yet",
-            unmanaged,
-        )
-    return chosen, frozen, warnings
+    return chosen, frozen, guests, warnings
 
 
 def _refuse_sharded(chosen: Sequence[NamedParameter]) -> None:
@@ -149,9 +157,9 @@ def _refuse_sharded(chosen: Sequence[NamedParameter]) -> None:
         if isinstance(entry.parameter, DTensor)
     ]
     if found:
-        raise UnsupportedFeature(
-            f"already distributed: {'; '.join(found)}; give the runtime plain parameters, before fully_shard or "
-            "parallelize_module, or leave these out of the predicate",
+        raise AlreadySharded(
+            f"already distributed: {'; '.join(found)}; give the runtime plain parameters: call dedicate_params before "
+            "fully_shard, which then takes ignored_params=ignored_params(model), or leave these out of the predicate",
             found,
         )
 
@@ -245,8 +253,16 @@ def _one_parameter(entry: NamedParameter, policy: PolicyFields, unit: str, cost_
     )
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """What buckets depend on beyond their parameters."""
+
+    num_shards: int
+    publish_dtype: torch.dtype | None
+
+
 def _unit_plan(
-    index: int, name: str, mine: Sequence[int], parameters: Sequence[ParameterPlan], world_size: int
+    index: int, name: str, mine: Sequence[int], parameters: Sequence[ParameterPlan], layout: _Layout
 ) -> UnitPlan:
     groups: dict[tuple[str, ...], list[int]] = {}
     for i in mine:
@@ -254,11 +270,11 @@ def _unit_plan(
         owner = "" if plan.owner is None else f"{plan.owner:08d}"
         dtypes = (plan.param_dtype, plan.grad_dtype, plan.master_dtype, plan.optim_dtype)
         groups.setdefault((plan.route, owner, *dtypes), []).append(i)
-    buckets = tuple(_bucket_plan(index, groups[key], parameters, world_size) for key in sorted(groups))
+    buckets = tuple(_bucket_plan(index, groups[key], parameters, layout) for key in sorted(groups))
     return UnitPlan(name, tuple(mine), buckets, *_casts(name, [parameters[i] for i in mine]))
 
 
-def _bucket_plan(unit: int, members: Sequence[int], parameters: Sequence[ParameterPlan], world_size: int) -> BucketPlan:
+def _bucket_plan(unit: int, members: Sequence[int], parameters: Sequence[ParameterPlan], layout: _Layout) -> BucketPlan:
     first = parameters[members[0]]
     step = max(1, _ALIGN_BYTES // DTYPE_NAMES[first.param_dtype].itemsize)
     offsets: list[int] = []
@@ -267,7 +283,7 @@ def _bucket_plan(unit: int, members: Sequence[int], parameters: Sequence[Paramet
         offsets.append(numel)
         numel += math.ceil(parameters[member].elements / step) * step
     if first.owner is None:
-        numel = math.ceil(numel / world_size) * world_size
+        numel = math.ceil(numel / layout.num_shards) * layout.num_shards
     return BucketPlan(
         unit=unit,
         route=first.route,
@@ -279,6 +295,7 @@ def _bucket_plan(unit: int, members: Sequence[int], parameters: Sequence[Paramet
         grad_dtype=first.grad_dtype,
         master_dtype=first.master_dtype,
         optim_dtype=first.optim_dtype,
+        publish_dtype=dtype_name(layout.publish_dtype) if layout.publish_dtype else first.param_dtype,
     )
 
 

@@ -19,7 +19,7 @@ from dmuon_runtime.matrices import MATRIX_VIEWS, MatrixView
 
 __all__ = [
     "DTYPE_NAMES", "ROUTES", "Override", "ParamPolicy", "PolicyFields", "Route", "RouteHintFn", "dtype_name",
-    "parse_param_policy", "parse_route", "resolve_policy",
+    "parse_dtype", "parse_param_policy", "parse_route", "resolve_policy",
 ]  # fmt: skip
 
 Route = Literal["muon", "adamw", "sharded_adamw"]
@@ -104,7 +104,8 @@ def parse_route(value: object) -> Route:
     raise SettingError(f"unknown route {value!r}; use one of {', '.join(ROUTES)}")
 
 
-def _parse_dtype(value: object) -> torch.dtype | None:
+def parse_dtype(value: object) -> torch.dtype | None:
+    """Return the dtype that ``value`` is or names; None stays None. Raises :class:`SettingError`."""
     if value is None or isinstance(value, torch.dtype):
         if isinstance(value, torch.dtype) and value not in DTYPE_NAMES.values():
             raise SettingError(f"dtype {value} is not a floating dtype of {', '.join(DTYPE_NAMES)}")
@@ -122,7 +123,7 @@ def _parse_field(key: str, value: object) -> object:
     if key == "route":
         return "muon" if value is None else parse_route(value)
     if key in _DTYPE_FIELDS:
-        return _parse_dtype(value)
+        return parse_dtype(value)
     if key == "cast_forward_inputs":
         if isinstance(value, bool):
             return value

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from typing import cast
 from weakref import WeakSet
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from dmuon_runtime.counters import Counters
-from dmuon_runtime.errors import NotDedicated
+from dmuon_runtime.errors import NotDedicated, PeerFailed
 from dmuon_runtime.hooks import BackwardWatch
 from dmuon_runtime.plan import RuntimePlan
 from dmuon_runtime.schedule import Schedule
@@ -18,9 +21,11 @@ from dmuon_runtime.transport import Transport
 
 __all__ = [
     "Runtime",
+    "fail_together",
     "find_runtime",
     "get_counters",
     "get_plan",
+    "inner_model",
     "names_under_a_runtime",
     "no_sync",
     "register_runtime",
@@ -57,9 +62,14 @@ def names_under_a_runtime(model: nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if id(parameter) in taken]
 
 
+def inner_model(model: nn.Module) -> nn.Module:
+    """Return the model that DDP wraps, or the model."""
+    return cast(nn.Module, model.module) if isinstance(model, DistributedDataParallel) else model
+
+
 def find_runtime(model: nn.Module) -> Runtime:
-    """Return the runtime of ``model``; raises :class:`NotDedicated`."""
-    runtime = getattr(model, _ATTRIBUTE, None)
+    """Return the runtime of ``model``, also through DDP; raises :class:`NotDedicated`."""
+    runtime = getattr(inner_model(model), _ATTRIBUTE, None)
     if not isinstance(runtime, Runtime):
         raise NotDedicated(
             f"{type(model).__name__} is not under the runtime; call dedicate_params(model, mesh, predicate) on this "
@@ -79,11 +89,41 @@ def get_counters(model: nn.Module) -> Counters:
 
 
 @contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
-    """Let backwards keep their gradients local; the first backward after it, or the step, reduces the sum. Nests."""
-    schedule = find_runtime(model).schedule
-    schedule.no_sync_depth += 1
+def fail_together(model: nn.Module) -> Iterator[None]:
+    """When one rank raises in here, the others raise :class:`PeerFailed` when they next meet it.
+
+    Without it they wait for that rank's collectives until the group's timeout. It helps with errors of the caller's
+    own code in a forward or backward; collectives of FSDP2, DDP or the caller, and updates begun, it cannot end.
+    """
+    runtime = find_runtime(model)
     try:
         yield
-    finally:
-        schedule.no_sync_depth -= 1
+    except PeerFailed:
+        raise
+    except Exception as error:
+        runtime.watch.note_outside()
+        with suppress(RuntimeError):  # a broken connection tells the others by itself
+            runtime.schedule.announce_failure(f"{type(error).__name__}: {error}")
+        raise
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Let backwards keep their gradients local; the first backward after it, or the step, reduces the sum. Nests.
+
+    In hybrid mode FSDP2's and DDP's parameters do the same (give the DDP wrapper as ``model``), but these two reduce in
+    a backward only: the last one before a step must be outside.
+    """
+    schedule = find_runtime(model).schedule
+    schedule.no_sync_depth += 1
+    outermost = schedule.no_sync_depth == 1
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)] if outermost else []
+    with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
+        try:
+            for module in sharded:
+                module.set_requires_gradient_sync(False, recurse=False)
+            yield
+        finally:
+            for module in sharded:
+                module.set_requires_gradient_sync(True, recurse=False)
+            schedule.no_sync_depth -= 1

@@ -23,13 +23,13 @@ issues it, and it completes. At a sync point every rank has issued all of the ro
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from enum import Enum, IntEnum
 
-from dmuon_runtime.buckets import PendingReduce
-from dmuon_runtime.errors import CallMismatch
+from dmuon_runtime.errors import CallMismatch, PeerFailed
 from dmuon_runtime.orders import Orders
+from dmuon_runtime.publishing import publish
+from dmuon_runtime.reductions import Reductions
 from dmuon_runtime.transport import Transport
 from dmuon_runtime.unit import Unit, UnitState
 
@@ -69,7 +69,8 @@ class _Intent(IntEnum):
 _NUM_INTENTS = len(_Intent)
 _SYNCED = _NUM_INTENTS  # somebody's half reduces gradients
 _CALL_MAX, _CALL_MIN, _HALVES_MAX, _HALVES_MIN = range(_NUM_INTENTS + 1, _NUM_INTENTS + 5)
-_HEADER = _NUM_INTENTS + 5
+_FAILED = _NUM_INTENTS + 5  # somebody raised and goes no further
+_HEADER = _NUM_INTENTS + 6
 
 
 class Schedule:
@@ -85,9 +86,10 @@ class Schedule:
         self._reshard = reshard
         self._transport = transport
         self._forward_cursor = self._gather_cursor = self._reduce_cursor = 0
-        self._held = False  # Z2: every unit was materialised in this round and stays until the half ends
+        self._resident = any(unit.is_resident for unit in units)  # replicated storage: nothing is gathered or freed
+        self._held = self._resident  # Z2: every unit was materialised in this round and stays until the half ends
         self._gathers = self._reduces = False
-        self._pending: deque[PendingReduce] = deque()
+        self._reductions = Reductions(transport)
         self._halves = 0  # since the last zero_grad
         self._presence = [0] * sum(len(unit.plan.parameters) for unit in self.units)
         self._parameter_index = {
@@ -179,14 +181,8 @@ class Schedule:
             if only_done and not unit.is_done:
                 return
             self._note_presence(unit)
-            self._pending.extend(unit.issue_reduce())
+            self._reductions.issue(unit)
             self._reduce_cursor += 1
-            self._drain_completed()
-
-    def _drain_completed(self) -> None:
-        """Take in reductions that have ended; bounds memory without ever waiting for one."""
-        while self._pending and self._pending[0].handle.is_completed():
-            self._pending.popleft().finish()
 
     def _note_presence(self, unit: Unit) -> None:
         for parameter in unit.parameters:
@@ -202,7 +198,9 @@ class Schedule:
                 self._issue_backward(self._gather_cursor + 1)
                 self._free_idle(self._orders.backward[self._gather_cursor - 1])
         self._issue_reduces(only_done=False)
-        self._held = self._held and not self._reduces  # Z2 keeps weights over the micro-batches of no_sync
+        self._held = self._resident or (
+            self._held and not self._reduces
+        )  # Z2 keeps weights over the micro-batches of no_sync
         for unit in self.units:
             unit.end_backward()
             if not self._held:
@@ -230,8 +228,7 @@ class Schedule:
             self.end_half()
         agreed = self._sync(_Intent.CALL, call=call)
         self.stage = Stage.IDLE
-        while self._pending:
-            self._pending.popleft().finish()
+        self._reductions.finish()
         if agreed[_CALL_MAX] != -agreed[_CALL_MIN]:
             names = (Call(agreed[_CALL_MAX]).name.lower(), Call(-agreed[_CALL_MIN]).name.lower())
             raise CallMismatch(f"ranks call {names[0]} and {names[1]} at the same point; make the same calls", names)
@@ -255,8 +252,7 @@ class Schedule:
 
     def zero_grad(self) -> None:
         """Drop every gradient of this rank: local, in flight and reduced."""
-        for pending in self._pending:
-            pending.discarded = True
+        self._reductions.discard()
         for unit in self.units:
             for bucket in unit.buckets:
                 bucket.gradient = None
@@ -270,13 +266,26 @@ class Schedule:
         for unit in self.units:
             unit.end_step()
         self.stage = Stage.IDLE
-        self._held = False
+        self._held = self._resident
+
+    def publish(self, present: list[bool], *, wait: bool) -> None:
+        """Publish what was updated, what the next forward needs first going first."""
+        publish(self._orders.forward, present, wait=wait)
+
+    def wait_published(self) -> None:
+        """Wait for every publication: masters may be changed and copies read afterwards."""
+        for unit in self.units:
+            for bucket in unit.buckets:
+                bucket.publication.wait()
 
     def _sync(self, intent: _Intent, unit: Unit | None = None, call: Call | None = None) -> list[int]:
         """Meet the other ranks until what was agreed is what this rank wants; serve their wishes until then."""
         while True:
             self._end_round()
             agreed = self._transport.agree_max(self._vector(intent, unit, call))
+            if agreed[_FAILED]:
+                self.stage = Stage.IDLE
+                raise self._peer_failed()
             wants = [bool(agreed[kind]) for kind in _Intent]
             repeats_alone = wants[_Intent.REPEAT] and not any(wants[_Intent.BACKWARD :])
             if wants[_Intent.PASS] or repeats_alone:
@@ -294,6 +303,22 @@ class Schedule:
                 granted = True
             if granted:
                 return agreed
+
+    def announce_failure(self, text: str) -> None:
+        """Issue what the others wait for, and make each of them raise :class:`PeerFailed` at its next sync point."""
+        if self.stage is Stage.BACKWARD:
+            self.end_half()
+        self._end_round()
+        vector = [0] * (_HEADER + len(self.units) + len(self._presence))
+        vector[_FAILED] = 1
+        self._transport.agree_max(vector)
+        self._transport.gather_texts(text)
+        self.stage = Stage.IDLE
+
+    def _peer_failed(self) -> PeerFailed:
+        texts = self._transport.gather_texts("")
+        failed = [f"rank {rank} raised {text}" for rank, text in enumerate(texts) if text]
+        return PeerFailed(f"{'; '.join(failed)}; this rank stops with it", failed)
 
     def _vector(self, intent: _Intent, unit: Unit | None, call: Call | None) -> list[int]:
         header = [0] * _HEADER

@@ -56,6 +56,9 @@ class Span(Protocol):
     def wait(self, work: Work) -> None:
         """Wait for ``work`` and count the wait as exposed."""
 
+    def pass_by(self, work: Work) -> None:
+        """Wait for ``work`` where no compute stands still for it."""
+
     def finish(self) -> None:
         """End the span here (synchronous work)."""
 
@@ -94,6 +97,10 @@ class HostSpan:
         self._waiting = False
         if self._end_s is None:  # the callback thread may be a moment late
             self._end_s = end
+
+    def pass_by(self, work: Work) -> None:
+        """Block until ``work`` has ended; the host has nothing but compute, so this is exposed as well."""
+        self.wait(work)
 
     def finish(self) -> None:
         """End now."""
@@ -143,6 +150,11 @@ class DeviceSpan:
         before = self._record()
         work.wait()
         self._wait = (before, self._record())
+        self._waiting = False
+
+    def pass_by(self, work: Work) -> None:
+        """Make the current stream, one beside compute, wait."""
+        work.wait()
         self._waiting = False
 
     def finish(self) -> None:

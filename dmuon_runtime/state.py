@@ -7,11 +7,12 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dmuon_runtime.buckets import Bucket
 from dmuon_runtime.errors import StateMismatch
 from dmuon_runtime.policy import DTYPE_NAMES
-from dmuon_runtime.runtime import Runtime, find_runtime
+from dmuon_runtime.runtime import Runtime, find_runtime, inner_model
 from dmuon_runtime.schedule import Call
 
 __all__ = ["get_model_state_dict", "set_model_state_dict"]
@@ -21,7 +22,8 @@ __all__ = ["get_model_state_dict", "set_model_state_dict"]
 def get_model_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of all parameters and persistent buffers, keys and order of ``model.state_dict()``; collective.
 
-    Managed parameters come from the masters, in master dtype; names of one tied tensor share one copy.
+    Managed parameters come from the masters, in master dtype; those of FSDP2 are gathered; names of one tied tensor
+    share one copy.
     """
     runtime = find_runtime(model)
     runtime.watch.note_outside()
@@ -32,17 +34,38 @@ def get_model_state_dict(model: nn.Module) -> dict[str, Tensor]:
             for parameter, tensor in zip(bucket.parameters, _gather_master(bucket, runtime), strict=True):
                 whole[id(parameter)] = tensor
     found: dict[str, Tensor] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        found[name] = whole[id(value)] if id(value) in whole else value.detach().clone()
+    for name, value in inner_model(model).state_dict(keep_vars=True).items():
+        found[name] = whole[id(value)] if id(value) in whole else _whole(value.detach())
     return found
 
 
+def _whole(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor, or all of a DTensor (FSDP2's); the latter is collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def _laid_out(value: Tensor, target: Tensor) -> Tensor:
+    """Return a whole ``value`` as ``target`` is laid out, without communication."""
+    if not isinstance(target, DTensor):
+        return value
+    value = value.to(device=target.device, dtype=target.dtype)
+    return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+
+
 def _gather_master(bucket: Bucket, runtime: Runtime) -> list[Tensor]:
+    """Bring a bucket's master to all ranks: along the replicate axis to the owner's column, then along each row."""
+    transport = runtime.transport
     dtype = DTYPE_NAMES[bucket.plan.master_dtype]
-    flat = torch.empty(bucket.plan.numel, dtype=dtype, device=runtime.transport.device)
-    if bucket.master is not None and not bucket.is_sharded:
-        flat.copy_(bucket.master)
-    runtime.transport.gather_tensor(bucket.plan.owner, flat, bucket.master if bucket.is_sharded else None)
+    flat = torch.empty(bucket.plan.numel, dtype=dtype, device=transport.device)
+    if bucket.is_sharded:
+        assert bucket.master is not None
+        transport.all_gather(transport.shard, flat, bucket.master, None).wait()
+    else:
+        if bucket.master is not None:
+            flat.copy_(bucket.master)
+        if bucket.is_in_column:
+            transport.broadcast(transport.replicate, flat, bucket.owner_place[1], None).wait()
+        transport.broadcast(transport.shard, flat, bucket.owner_place[0], None).wait()
     return [view.clone() for view in bucket.views(flat)]
 
 
@@ -56,7 +79,7 @@ def set_model_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     runtime = find_runtime(model)
     runtime.watch.note_outside()
     runtime.schedule.meet(Call.LOAD)
-    targets = model.state_dict(keep_vars=True)
+    targets = inner_model(model).state_dict(keep_vars=True)
     mistakes = _mistakes(targets, state)
     everywhere = [json.loads(text) for text in runtime.transport.gather_texts(json.dumps(mistakes))]
     if any(everywhere):
@@ -66,20 +89,11 @@ def set_model_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     by_id = {id(value): state[name] for name, value in targets.items()}
     for target in targets.values():
         if id(target) not in managed:
-            target.detach().copy_(by_id[id(target)])
+            target.detach().copy_(_laid_out(by_id[id(target)], target))
     for unit in runtime.schedule.units:
         for bucket in unit.buckets:
-            _load_master(bucket, [by_id[id(parameter)] for parameter in bucket.parameters], runtime)
+            bucket.load([by_id[id(parameter)] for parameter in bucket.parameters])
     runtime.schedule.end_step()
-
-
-def _load_master(bucket: Bucket, values: list[Tensor], runtime: Runtime) -> None:
-    if bucket.master is None:
-        return
-    flat = torch.zeros(bucket.plan.numel, dtype=bucket.master.dtype, device=runtime.transport.device)
-    for view, value in zip(bucket.views(flat), values, strict=True):
-        view.copy_(value)
-    bucket.master.copy_(bucket.shard_of(flat) if bucket.is_sharded else flat)
 
 
 def _mistakes(targets: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:

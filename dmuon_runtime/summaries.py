@@ -18,6 +18,11 @@ LOW_MUON_RATIO = 0.1
 """Share of elements on the muon route below which the summary warns."""
 
 
+_BUCKET_COLUMNS = (
+    "unit", "route", "owner_rank", "num_parameters", "gather_bytes", "reduce_bytes", "publish_bytes"
+)  # fmt: skip
+
+
 def _table(rows: Sequence[Mapping[str, object]], columns: Sequence[str]) -> str:
     """Return aligned text; columns are ``key`` or ``key=title``, and what is None shows as a dash."""
     keys, titles = zip(*((column.partition("=")[0], column.rpartition("=")[2]) for column in columns), strict=True)
@@ -63,8 +68,8 @@ class CommPlanSummary(dict[str, object]):
         hidden = cast(int, self["unit_count"]) - len(units)
         more = f"... and {hidden} more units\n" if hidden else ""
         return (
-            f"plan {str(self['hash'])[:12]} on {self['world_size']} ranks\n"
-            f"{_table(rows, ('unit', 'route', 'owner_rank', 'num_parameters', 'gather_bytes', 'reduce_bytes'))}\n"
+            f"plan {str(self['hash'])[:12]} on (replicate, shard) = {self['mesh_shape']}, storage {self['storage']}\n"
+            f"{_table(rows, _BUCKET_COLUMNS)}\n"
             f"{more}{_table(traffic, ('route', 'phase', 'collectives', 'payload_bytes'))}\n"
             f"{_table(cast('list[dict[str, object]]', self['ranks']), _RANK_COLUMNS)}"
         )
@@ -96,6 +101,16 @@ def summarize_param_groups(model: nn.Module, optimizer: Muon, *, max_rows: int |
         parameters_truncated=len(shown) < len(rows),
         route_param_counts={route: share["parameters"] for route, share in routes.items()},
         routes=routes,
+        guests=[
+            {
+                "name": guest.name,
+                "manager": guest.manager,
+                "group_index": group_of[id(guest.parameter)],
+                "shape": list(guest.parameter.shape),
+                "local_numel": guest.master.numel(),
+            }
+            for guest in optimizer.guests
+        ],
         frozen=list(plan.frozen),
         warnings=[*plan.warnings, *_share_warnings(routes)],
     )
@@ -165,23 +180,27 @@ def _plain(value: object) -> object:
 def summarize_comm_plan(model: nn.Module, *, max_units: int | None = None) -> CommPlanSummary:
     """Return units, buckets, load by rank, and the traffic predicted for one step with one backward; no communication.
 
-    The same on all ranks. ``max_units`` limits ``units``, never the totals.
+    ``traffic`` and ``totals`` are this rank's: with replicas columns differ. All else is the same on all ranks.
+    ``max_units`` limits ``units``, never the totals.
     """
-    plan = find_runtime(model).plan
+    runtime = find_runtime(model)
+    plan = runtime.plan
     shown = plan.units if max_units is None else plan.units[:max_units]
     traffic: list[dict[str, object]] = [
         {"route": route, "phase": phase, "collectives": item.collectives, "payload_bytes": item.payload_bytes}
-        for (route, phase), item in plan.traffic.items()
+        for (route, phase), item in plan.rank_traffic[runtime.transport.rank].items()
     ]
     return CommPlanSummary(
         available=True,
         hash=plan.hash,
         world_size=plan.world_size,
+        mesh_shape=list(plan.mesh_shape),
+        storage=plan.storage,
         unit_count=len(plan.units),
         units=[_unit_row(index, unit, plan) for index, unit in enumerate(shown)],
         units_truncated=len(shown) < len(plan.units),
         traffic=traffic,
-        totals=_totals(plan),
+        totals=_totals(plan, runtime.transport.rank),
         ranks=[{column: getattr(rank, column) for column in _RANK_COLUMNS} for rank in plan.ranks],
         planned_cost=[rank.cost for rank in plan.ranks],
         predicted_imbalance=plan.predicted_imbalance,
@@ -206,13 +225,18 @@ def _bucket_row(index: int, bucket: BucketPlan, plan: RuntimePlan) -> dict[str, 
         "num_parameters": len(bucket.parameters), "parameters": [plan.parameters[i].name for i in bucket.parameters],
         "numel": bucket.numel, "param_dtype": bucket.param_dtype, "grad_dtype": bucket.grad_dtype,
         "gather_bytes": bucket.gather_bytes, "reduce_bytes": bucket.reduce_bytes,
+        "publish_bytes": bucket.publish_bytes if _is_published(plan, bucket) else 0,
     }  # fmt: skip
 
 
-def _totals(plan: RuntimePlan) -> dict[str, int]:
-    """Return payload bytes of one step, and what one all-reduce of all gradients (plain data parallel) would carry."""
-    by_phase: dict[str, int] = {"forward": 0, "backward": 0, "reduce": 0}
-    for (_, phase), item in plan.traffic.items():
+def _is_published(plan: RuntimePlan, bucket: BucketPlan) -> bool:
+    return plan.storage == "replicated" or (plan.mesh_shape[0] > 1 and bucket.owner is not None)
+
+
+def _totals(plan: RuntimePlan, rank: int) -> dict[str, int]:
+    """Return payload bytes of one step on a rank, and what an all-reduce of all gradients (data parallel) carries."""
+    by_phase: dict[str, int] = {"forward": 0, "backward": 0, "reduce": 0, "publish": 0}
+    for (_, phase), item in plan.rank_traffic[rank].items():
         by_phase[phase] = by_phase.get(phase, 0) + item.payload_bytes
     owned = [bucket.gather_bytes for bucket in plan.buckets if bucket.owner is not None]
     return {

@@ -1,24 +1,25 @@
 """The one seam through which every collective goes: it issues, times and counts them by route and phase.
 
-Note "Three lanes": materialisations, reductions and control each have a process group of their own. Within a lane all
-ranks issue the same collectives in the same order; across lanes no order is promised, and none is needed, because no
-rank ever withholds a materialisation while it waits for a reduction. With ``process_group_policy="shared"`` the first
-two lanes share the mesh's group, so reductions are then held back until all materialisations of a backward are issued.
+Note "Three lanes": weights on their way out (materialisations, publications), reductions and control each have process
+groups of their own, on each mesh axis. Within a lane of an axis all ranks issue the same collectives in the same order;
+across lanes no order is promised, and none is needed, because no rank ever withholds a materialisation while it waits
+for a reduction. With ``process_group_policy="shared"`` the first two lanes share the mesh's group of the axis, so
+reductions are then held back until all materialisations of a backward are issued.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon_runtime.counters import Counters, Key
-from dmuon_runtime.errors import MeshError
 from dmuon_runtime.policy import Route
+from dmuon_runtime.process_groups import Axis, Grid
 from dmuon_runtime.spans import DeviceSpan, Event, HostSpan, Span, Work
 
 __all__ = ["Handle", "Transport"]
@@ -42,80 +43,103 @@ class Handle:
             self._span.wait(self._work)
             self._work, self._keep = None, ()
 
+    def wait_aside(self) -> None:
+        """Wait on a side stream of :meth:`Transport.aside`: compute does not stand still, so nothing is exposed.
+
+        Keep the handle until compute has waited for something behind it: memory of its buffers that is given back
+        earlier could be written to while the collective still reads it.
+        """
+        if self._work is not None:
+            self._span.pass_by(self._work)
+            self._work = None
+
     def is_completed(self) -> bool:
         """Tell whether it has ended, without waiting."""
         return self._work is None or self._work.is_completed()
 
 
 class Transport:
-    """Collectives of one model over a 1-D mesh axis. Ranks are positions on that axis."""
+    """Collectives of one model over a grid of a shard and a replicate axis."""
 
-    def __init__(self, mesh: DeviceMesh, policy: str, counters: Counters) -> None:
-        if mesh.ndim != 1:
-            raise MeshError(
-                f"the shard mesh must have 1 axis, not {mesh.ndim} ({mesh.mesh_dim_names}); pass the shard axis"
-            )
-        if mesh.get_coordinate() is None:
-            raise MeshError(f"global rank {dist.get_rank()} is not on the mesh; call dedicate_params only on its ranks")
-        base = mesh.get_group()
-        ranks = dist.get_process_group_ranks(base)
+    def __init__(self, grid: Grid, counters: Counters) -> None:
         self.counters = counters
-        self.rank: int = mesh.get_local_rank()
-        self.world_size: int = len(ranks)
-        cuda = mesh.device_type == "cuda"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        self._control = _new_group(ranks, "gloo")
-        isolated = policy == "isolated"
-        backend = dist.get_backend(base)
-        self._gather = _new_group(ranks, backend) if isolated else base
-        self._reduce = _new_group(ranks, backend) if isolated else base
-        self.eager_reduce = isolated
+        self._grid = grid  # its groups are used again when it is collected
+        self.shard, self.replicate = grid.shard, grid.replicate
+        self.mesh_shape = (grid.replicate.size, grid.shard.size)
+        self.rank: int = grid.replicate.rank * grid.shard.size + grid.shard.rank
+        """Position in the plan's numbering, along the mesh."""
+        self.ranks = grid.ranks
+        """Global ranks by position."""
+        self.world_size: int = len(grid.ranks)
+        self.device = grid.device
+        self._control = grid.control
+        self.eager_reduce = grid.isolated
+        cuda = self.device.type == "cuda"
         self._probe = torch.cuda.Stream() if cuda else None  # type: ignore[no-untyped-call]
-        self._last_end: dict[str, Event | None] = {}
-        self._last_host: dict[str, HostSpan] = {}
+        self._asides: dict[str, torch.cuda.Stream] = {}
+        self._last_end: dict[tuple[str, str], Event | None] = {}
+        self._last_host: dict[tuple[str, str], HostSpan] = {}
 
-    def broadcast(self, buffer: Tensor, owner: int, route: Route, phase: str) -> Handle:
-        """Send the owner's flat ``buffer`` to all ranks, in place."""
+    @contextlib.contextmanager
+    def aside(self, lane: str) -> Iterator[None]:
+        """On CUDA, issue on a side stream that follows the current one, so that waits in it do not hold compute up."""
+        if self.device.type != "cuda":
+            yield
+            return
+        if lane not in self._asides:
+            self._asides[lane] = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._asides[lane].wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._asides[lane]):
+            yield
 
-        def issue() -> object:
-            return dist.broadcast(buffer, group_src=owner, group=self._gather, async_op=True)
-
-        return self._issue(issue, (route, phase), "gather", buffer, (buffer,))
-
-    def all_gather(self, output: Tensor, shard: Tensor, route: Route, phase: str) -> Handle:
-        """Concatenate every rank's ``shard`` [n] into ``output`` [world * n]."""
-
-        def issue() -> object:
-            return _all_gather(output, shard, group=self._gather, async_op=True)
-
-        return self._issue(issue, (route, phase), "gather", output, (output, shard))
-
-    def reduce(self, buffer: Tensor, owner: int, route: Route) -> Handle:
-        """Sum ``buffer`` over all ranks into the owner's; on other ranks its contents are then undefined."""
+    def broadcast(self, axis: Axis, buffer: Tensor, source: int, key: Key | None) -> Handle:
+        """Send ``buffer`` of the axis's rank ``source`` to all ranks of the axis, in place."""
 
         def issue() -> object:
-            return dist.reduce(buffer, group_dst=owner, op=dist.ReduceOp.SUM, group=self._reduce, async_op=True)
+            return dist.broadcast(buffer, group_src=source, group=axis.weights, async_op=True)
 
-        return self._issue(issue, (route, "reduce"), "reduce", buffer, (buffer,))
+        return self._issue(issue, axis, "weights", key, (buffer,))
 
-    def reduce_scatter(self, buffer: Tensor, route: Route) -> tuple[Handle, Tensor]:
-        """Sum ``buffer`` [world * n] over all ranks; return the handle and where this rank's [n] will be.
+    def all_gather(self, axis: Axis, output: Tensor, shard: Tensor, key: Key | None) -> Handle:
+        """Concatenate every rank's ``shard`` [n] into ``output`` [size * n]; on an axis of 1 this is a copy."""
+        if axis.size == 1:
+            output.copy_(shard)
+
+        def issue() -> object:
+            return _all_gather(output, shard, group=axis.weights, async_op=True)
+
+        return self._issue(issue, axis, "weights", key, (output, shard))
+
+    def reduce(self, axis: Axis, buffer: Tensor, target: int, route: Route) -> Handle:
+        """Sum ``buffer`` over the axis into that of rank ``target``; on other ranks its contents are then undefined."""
+
+        def issue() -> object:
+            return dist.reduce(buffer, group_dst=target, op=dist.ReduceOp.SUM, group=axis.reduce, async_op=True)
+
+        return self._issue(issue, axis, "reduce", (route, "reduce"), (buffer,))
+
+    def all_reduce(self, axis: Axis, buffer: Tensor, key: Key | None) -> Handle:
+        """Sum ``buffer`` over the axis, in place."""
+
+        def issue() -> object:
+            return dist.all_reduce(buffer, group=axis.reduce, async_op=True)
+
+        return self._issue(issue, axis, "reduce", key, (buffer,))
+
+    def reduce_scatter(self, axis: Axis, buffer: Tensor, route: Route) -> tuple[Handle, Tensor]:
+        """Sum ``buffer`` [size * n] over the axis; return the handle and where this rank's [n] will be.
 
         gloo has no such collective and emulates it by an all-reduce of a copy; here the copy is saved.
         """
-        shard = buffer.view(self.world_size, -1)[self.rank]
-        if self.device.type == "cpu":
-
-            def all_reduce() -> object:
-                return dist.all_reduce(buffer, group=self._reduce, async_op=True)
-
-            return self._issue(all_reduce, (route, "reduce"), "reduce", buffer, (buffer,)), shard
+        shard = buffer.view(axis.size, -1)[axis.rank]
+        if self.device.type == "cpu" or axis.size == 1:
+            return self.all_reduce(axis, buffer, (route, "reduce")), shard
         output = torch.empty_like(shard)
 
         def issue() -> object:
-            return _reduce_scatter(output, buffer, group=self._reduce, async_op=True)
+            return _reduce_scatter(output, buffer, group=axis.reduce, async_op=True)
 
-        return self._issue(issue, (route, "reduce"), "reduce", buffer, (buffer, output)), output
+        return self._issue(issue, axis, "reduce", (route, "reduce"), (buffer, output)), output
 
     def agree_max(self, values: list[int]) -> list[int]:
         """Return the element-wise maximum over ranks of ``values``, through the host, without touching a device."""
@@ -129,14 +153,9 @@ class Transport:
         return [int(value) for value in tensor.tolist()]
 
     def sum_values(self, values: Tensor) -> Tensor:
-        """Return the sum over ranks of ``values``, a small tensor on the device of the model."""
-        if self.world_size == 1:
-            return values
-
-        def issue() -> object:
-            return dist.all_reduce(values, group=self._reduce, async_op=True)
-
-        self._issue(issue, None, "reduce", values, (values,)).wait()
+        """Return the sum over all ranks of ``values``, a small tensor on the device of the model."""
+        for axis in (self.shard, self.replicate):
+            self.all_reduce(axis, values, None).wait()
         return values
 
     def gather_texts(self, text: str) -> list[str]:
@@ -150,36 +169,20 @@ class Transport:
         self.counters.add_collective(None, sum(len(item or "") for item in texts), span)
         return [item or "" for item in texts]
 
-    def gather_tensor(self, owner: int | None, buffer: Tensor, shard: Tensor | None) -> None:
-        """Fill ``buffer`` on all ranks from its owner, or from every rank's ``shard``; for checkpoints."""
-        if self.world_size == 1:
-            if shard is not None:
-                buffer.copy_(shard)
-            return
-
-        def issue() -> object:
-            if owner is not None:
-                return dist.broadcast(buffer, group_src=owner, group=self._gather, async_op=True)
-            return _all_gather(buffer, shard, group=self._gather, async_op=True)
-
-        self._issue(issue, None, "gather", buffer, (buffer,)).wait()
-
     def _issue(
-        self, issue: Callable[[], object], key: Key | None, lane: str, payload: Tensor, keep: tuple[Tensor, ...]
+        self, issue: Callable[[], object], axis: Axis, lane: str, key: Key | None, keep: tuple[Tensor, ...]
     ) -> Handle:
-        if self.world_size == 1:
+        """Issue one collective, unless the axis has one rank; ``keep`` begins with what counts as its payload."""
+        if axis.size == 1:
             return Handle(None, HostSpan(), ())
-        on_device = payload.device.type == "cuda"
-        span = DeviceSpan(self._probe, self._last_end.get(lane)) if on_device else HostSpan(self._last_host.get(lane))
+        place = (axis.name, lane)
+        on_device = keep[0].device.type == "cuda"
+        span = DeviceSpan(self._probe, self._last_end.get(place)) if on_device else HostSpan(self._last_host.get(place))
         work = cast(Work, issue())
         span.follow(work)
         if isinstance(span, DeviceSpan):
-            self._last_end[lane] = span.end
+            self._last_end[place] = span.end
         else:
-            self._last_host[lane] = span
-        self.counters.add_collective(key, payload.nbytes, span)
+            self._last_host[place] = span
+        self.counters.add_collective(key, keep[0].nbytes, span)
         return Handle(work, span, keep)
-
-
-def _new_group(ranks: list[int], backend: str) -> dist.ProcessGroup:
-    return cast(dist.ProcessGroup, dist.new_group(ranks, backend=backend, use_local_synchronization=True))

@@ -15,7 +15,7 @@ from enum import Enum
 
 from torch import nn
 
-from dmuon_runtime.buckets import Bucket, PendingReduce
+from dmuon_runtime.buckets import Bucket
 from dmuon_runtime.plan import UnitPlan
 
 __all__ = ["Unit", "UnitState"]
@@ -40,7 +40,8 @@ class Unit:
         self.plan = plan
         self.module = module
         self.buckets = tuple(buckets)
-        self.state = UnitState.FREED
+        self.is_resident = any(bucket.is_resident for bucket in buckets)
+        self.state = UnitState.READY if self.is_resident else UnitState.FREED
         self.active_calls = 0
         """Forwards of the module that are running."""
         self.was_called = False
@@ -70,7 +71,7 @@ class Unit:
 
     def free(self) -> None:
         """Give the memory of the parameters back."""
-        if self.state is not UnitState.FREED:
+        if self.state is not UnitState.FREED and not self.is_resident:
             for bucket in self.buckets:
                 bucket.free()
             self.state = UnitState.FREED
@@ -106,10 +107,6 @@ class Unit:
     def has_gradients(self) -> bool:
         """Tell whether local gradients wait to be reduced."""
         return any(parameter.grad is not None for parameter in self.parameters)
-
-    def issue_reduce(self) -> list[PendingReduce]:
-        """Start the reduction of every bucket."""
-        return [bucket.issue_reduce() for bucket in self.buckets]
 
     def end_backward(self) -> None:
         """Forget what fired in the backward that is over, and the calls that it has answered."""

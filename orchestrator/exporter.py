@@ -101,7 +101,7 @@ def _add_plan(families: Families, job: str, plan: PlanReport | None) -> None:
     planned: dict[tuple[str, str], int] = {}
     for part in plan.traffic:
         key = (part.route, part.phase)
-        planned[key] = planned.get(key, 0) + part.payload_bytes * plan.world_size
+        planned[key] = planned.get(key, 0) + part.total_payload_bytes
     for (route, phase), number in planned.items():
         families.add("dmuon_comm_planned_bytes_per_step", (job, route, phase), number)
     for rank in plan.ranks:

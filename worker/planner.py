@@ -84,7 +84,9 @@ def runtime_arguments(spec: JobSpec, model: nn.Module) -> dict[str, Any]:
 def runtime_plan(spec: JobSpec, model: nn.Module) -> dmuon.RuntimePlan:
     """Return the runtime's plan; its refusals come as :class:`PlanRefused`."""
     try:
-        return dmuon.plan_params(model, spec.world_size, is_managed, **runtime_arguments(spec, model))
+        return dmuon.plan_params(
+            model, (spec.mesh.replicate, spec.mesh.shard), is_managed, **runtime_arguments(spec, model)
+        )
     except dmuon.DMuonError as error:
         raise PlanRefused(_runtime_errors(error)) from error
 
@@ -110,15 +112,15 @@ def _collect(errors: list[FieldError], make: Callable[[], T]) -> T | None:
 
 
 def _mesh_errors(spec: JobSpec) -> list[FieldError]:
+    if spec.mesh.tensor == 1:
+        return []
     return [
         FieldError(
-            pointer=f"/mesh/{axis}",
+            pointer="/mesh/tensor",
             code="unsupported",
-            message=f"found {size}, but this version of the runtime shards over one axis only",
-            suggestion=f"Set {axis} to 1 and put the workers into /mesh/shard.",
+            message=f"found {spec.mesh.tensor}, but this version of the runtime has no tensor parallelism",
+            suggestion="Set tensor to 1 and put the workers into /mesh/shard or /mesh/replicate.",
         )
-        for axis, size in (("replicate", spec.mesh.replicate), ("tensor", spec.mesh.tensor))
-        if size != 1
     ]
 
 
@@ -181,14 +183,19 @@ def _routes(parameters: tuple[ParameterPlan, ...]) -> tuple[RoutePlan, ...]:
 
 
 def _traffic(spec: JobSpec, plan: dmuon.RuntimePlan) -> tuple[TrafficPlan, ...]:
+    found: dict[tuple[str, str], list[dmuon.Traffic]] = {}
+    for table in plan.rank_traffic:
+        for key, entry in table.items():
+            found.setdefault(key, []).append(entry)
     return tuple(
         TrafficPlan.model_validate(
             {
                 "route": route,
                 "phase": phase,
-                "collectives": entry.collectives * traffic_factor(spec, phase),
-                "payload_bytes": entry.payload_bytes * traffic_factor(spec, phase),
+                "collectives": max(entry.collectives for entry in entries) * traffic_factor(spec, phase),
+                "payload_bytes": max(entry.payload_bytes for entry in entries) * traffic_factor(spec, phase),
+                "total_payload_bytes": sum(entry.payload_bytes for entry in entries) * traffic_factor(spec, phase),
             }
         )
-        for (route, phase), entry in plan.traffic.items()
+        for (route, phase), entries in found.items()
     )

@@ -151,7 +151,7 @@ def differences(spec: JobSpec, plan: dmuon.RuntimePlan, rank: int, report: RankR
     }
     expected = {
         (route, phase): (entry.collectives * times, entry.payload_bytes * times)
-        for (route, phase), entry in plan.traffic.items()
+        for (route, phase), entry in plan.rank_traffic[rank].items()
         for times in [steps * traffic_factor(spec, phase)]
     }
     for key in sorted({*done, *expected}):

@@ -116,8 +116,14 @@ def _build(rank: Rank) -> _Loop:
     model = build_model(spec, corpus.vocab_size).to(device)
     plan = runtime_plan(spec, model)
     _confirm(rank, plan.hash, corpus.fingerprint)
-    mesh = init_device_mesh(device.type, (spec.world_size,), mesh_dim_names=("shard",))
-    dmuon.dedicate_params(model, mesh, is_managed, **runtime_arguments(spec, model))
+    mesh = init_device_mesh(device.type, (spec.mesh.replicate, spec.mesh.shard), mesh_dim_names=("replicate", "shard"))
+    dmuon.dedicate_params(
+        model,
+        mesh["shard"],
+        is_managed,
+        replicate_mesh=mesh["replicate"] if spec.mesh.replicate > 1 else None,
+        **runtime_arguments(spec, model),
+    )
     switch = KernelSwitch(spec.kernels, device, rank.mailbox.read().policy)
     optimizer = _optimizer(spec, model, switch)
     torch.manual_seed(spec.training.seed * 1_000_003 + rank.rank)  # dropout differs by rank

@@ -96,7 +96,8 @@ def _route_figures(plan: PlanReport, totals: dict[int, RankReport], skipped: int
     for part in plan.traffic:
         less = skipped if part.phase == "publish" else 0
         steps = sum(max(0, report.step - less) for report in totals.values())
-        planned[part.route, part.phase] = planned.get((part.route, part.phase), 0) + part.payload_bytes * steps
+        planned[part.route, part.phase] = planned.get((part.route, part.phase), 0)
+        planned[part.route, part.phase] += part.total_payload_bytes * steps // plan.world_size
     found = []
     for route in plan.routes:
         own = {key: total for key, total in sums.items() if key[0] == route.route}

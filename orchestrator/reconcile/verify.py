@@ -89,5 +89,5 @@ def _planned_bytes(plan: PlanReport, step: int, skipped: int) -> Counter[tuple[s
     for traffic in plan.traffic:
         # A skipped step has gathered and reduced like any other, but has no new weights to publish.
         steps = step - skipped if traffic.phase == "publish" else step
-        planned[traffic.route, traffic.phase] += traffic.payload_bytes * plan.world_size * steps
+        planned[traffic.route, traffic.phase] += traffic.total_payload_bytes * steps
     return planned

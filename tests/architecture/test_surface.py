@@ -12,7 +12,8 @@ RUNTIME_NAMES = frozenset(
     {
         "Muon", "NewtonSchulz", "POLAR_EXPRESS_COEFFICIENTS", "YOU_COEFFICIENTS", "KELLER_JORDAN_COEFFICIENTS",
         "clip_grad_norm_", "dedicate_params", "direct_newton_schulz", "get_backend_status", "get_counters",
-        "get_model_state_dict", "get_ns_backend", "get_plan", "gram_newton_schulz", "newton_schulz", "no_sync",
+        "fail_together", "get_model_state_dict", "get_ns_backend", "ignore_in_ddp", "ignored_params", "get_plan",
+        "gram_newton_schulz", "newton_schulz", "no_sync",
         "plan_params", "set_model_state_dict", "summarize_comm_plan", "summarize_param_groups",
     }
 )  # fmt: skip

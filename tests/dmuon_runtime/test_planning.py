@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -63,7 +64,9 @@ def _trains(name: str, parameter: nn.Parameter) -> bool:
     return parameter.requires_grad
 
 
-def _plan(world_size: int = 3, policy: dict[str, object] | None = POLICY, **options: object) -> RuntimePlan:
+def _plan(
+    world_size: int | tuple[int, int] = 3, policy: dict[str, object] | None = POLICY, **options: object
+) -> RuntimePlan:
     with torch.device("meta"):
         model = Zoo()
     return dmuon.plan_params(model, world_size, _trains, param_policy=policy, **options)  # type: ignore[arg-type]
@@ -110,6 +113,53 @@ def test_traffic_follows_from_buckets() -> None:
     assert all(rank.peak_bytes > rank.resident_bytes > 0 for rank in z3.ranks)
 
 
+def test_a_grid_spreads_owners_over_all_ranks() -> None:
+    """Ranks are numbered along the grid; each owner's column alone reduces twice and hears what is published."""
+    grid, row = _plan((2, 3)), _plan(6)
+    assert grid.mesh_shape == (2, 3) and grid.world_size == 6 and grid.hash != row.hash
+    assert [entry.owner for entry in grid.parameters] == [entry.owner for entry in row.parameters]
+    assert grid.place(5) == (2, 1)
+    for shard_rank in range(3):
+        table = grid.rank_traffic[shard_rank]
+        assert table == grid.rank_traffic[shard_rank + 3], "ranks of one column are alike"
+        published = [b for b in grid.buckets if b.owner is not None and b.owner % 3 == shard_rank]
+        assert sum(item.payload_bytes for (_, phase), item in table.items() if phase == "publish") == sum(
+            bucket.publish_bytes for bucket in published
+        )
+        reduced = sum(item.payload_bytes for (_, phase), item in table.items() if phase == "reduce")
+        sharded = [bucket for bucket in grid.buckets if bucket.owner is None]
+        assert reduced == sum(b.reduce_bytes for b in (*grid.buckets, *published)) + sum(
+            bucket.reduce_bytes // 3 for bucket in sharded
+        )
+
+
+def test_resident_bytes_by_mode() -> None:
+    """Owners hold masters and state once; replicas add a copy in the column, replicated storage one on every rank."""
+    row, grid, everywhere = _plan(4), _plan((2, 2)), _plan(4, storage="replicated", reshard_after_forward=True)
+    totals = [sum(rank.resident_bytes for rank in plan.ranks) for plan in (row, grid, everywhere)]
+    copies = sum(bucket.publish_bytes for bucket in grid.buckets if bucket.owner is not None)
+    assert totals[1] - totals[0] == copies + sum(b.numel * 12 for b in grid.buckets if b.owner is None) * 2 - sum(
+        b.numel * 12 for b in row.buckets if b.owner is None
+    )
+    assert totals[2] - totals[0] == 4 * sum(bucket.gather_bytes for bucket in everywhere.buckets)
+    assert not everywhere.reshard_after_forward and {p for _, p in everywhere.traffic} == {"reduce", "publish"}
+    half = _plan((2, 2), publish_dtype="bf16")
+    assert 2 * sum(b.publish_bytes for b in half.buckets) == sum(b.publish_bytes for b in grid.buckets)
+
+
+def test_large_plans_stay_fast() -> None:
+    """Load and traffic of 4096 ranks are one pass over the buckets, not one for each rank."""
+    plan = _plan((16, 256))
+    assert len(plan.ranks) == len(plan.rank_traffic) == 4096
+    assert sum(rank.matrices for rank in plan.ranks) == plan.num_matrices
+
+
+def test_guests_are_part_of_the_plan() -> None:
+    plan = dmuon.plan_params(Zoo(), 3, lambda name, _: "embed" not in name, param_policy=POLICY)
+    assert "embed.weight" in plan.guests and "embed.weight" not in {entry.name for entry in plan.parameters}
+    assert plan.hash != _plan().hash
+
+
 def test_strict_routes_name_all_offenders_and_cures() -> None:
     with pytest.raises(dmuon.RouteRefused) as found:
         _plan(policy=None)
@@ -145,8 +195,9 @@ def test_split_rows_must_cover_the_rows() -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"storage": "replicated"}, dmuon.UnsupportedFeature),
-        ({"replicate_mesh": object()}, NotImplementedError),
+        ({"world_size": (2, 2), "storage": "replicated"}, dmuon.MeshError),
+        ({"world_size": (0, 2)}, dmuon.SettingError),
+        ({"publish_dtype": "int8"}, dmuon.SettingError),
         ({"storage": "elsewhere"}, dmuon.SettingError),
         ({"owner_strategy": "best"}, dmuon.SettingError),
         ({"owner_cost_model": "guess"}, dmuon.SettingError),
@@ -154,7 +205,7 @@ def test_split_rows_must_cover_the_rows() -> None:
         ({"hook_boundary_predicate": lambda module: False}, dmuon.BoundaryError),
     ],
 )
-def test_options_are_checked(options: dict[str, object], error: type[Exception]) -> None:
+def test_options_are_checked(options: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
         _plan(**options)
 

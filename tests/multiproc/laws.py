@@ -8,15 +8,18 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import dmuon_runtime as dmuon
+from dmuon_runtime.process_groups import Axis
 from dmuon_runtime.runtime import find_runtime
 from dmuon_runtime.transport import Handle, Transport
 from tests.multiproc.models import POLICY, make
 from tests.multiproc.reference import Backward, PolarNewtonSchulz, ReferenceTrainer
 
-__all__ = ["Run", "Setting", "assert_same_order", "dedicate", "hold_to_reference", "world_mesh"]
+__all__ = [
+    "Run", "Setting", "assert_same_order", "assert_traffic", "dedicate", "hold_to_reference", "meshes", "world_mesh",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,12 @@ class Setting:
     """Largest relative error of any tensor, by its norm."""
     weight_decay: float = 0.1
     group_policy: str = "isolated"
+    storage: str = "sharded"
+    replicas: int = 1
+    """Size of the replicate axis; the rest of the ranks is the shard axis."""
+    replicate_async: bool = True
+    publish_dtype: str | None = None
+    predicate: Callable[[str, nn.Parameter], bool] = lambda name, parameter: parameter.requires_grad
     make_boundary: Callable[[nn.Module], Callable[[nn.Module], bool]] | None = None
     """Gives the ``hook_boundary_predicate`` of a model; None: the default boundaries."""
 
@@ -49,6 +58,16 @@ def world_mesh() -> DeviceMesh:
     return DeviceMesh(device_type(), torch.arange(dist.get_world_size()))
 
 
+def meshes(replicas: int) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Return the shard and the replicate axis over all ranks; no replicate axis for one replica."""
+    if replicas == 1:
+        return world_mesh(), None
+    grid = init_device_mesh(
+        device_type(), (replicas, dist.get_world_size() // replicas), mesh_dim_names=("replicate", "shard")
+    )
+    return grid["shard"], grid["replicate"]
+
+
 def device_type() -> str:
     """Return the device of the backend that this rank runs on."""
     return "cuda" if dist.get_backend() == "nccl" else "cpu"
@@ -57,16 +76,25 @@ def device_type() -> str:
 def dedicate(model: nn.Module, setting: Setting) -> Run:
     """Put ``model`` under the runtime and log every collective by lane."""
     model.to(device_type())
+    mesh, replicate_mesh = meshes(setting.replicas)
     dmuon.dedicate_params(
         model,
-        world_mesh(),
-        lambda name, parameter: parameter.requires_grad,
+        mesh,
+        setting.predicate,
         param_policy=setting.policy,
+        replicate_mesh=replicate_mesh,
+        storage=setting.storage,
+        publish_dtype=setting.publish_dtype,
         hook_boundary_predicate=setting.make_boundary(model) if setting.make_boundary else None,
         reshard_after_forward=setting.reshard,
         process_group_policy=setting.group_policy,  # type: ignore[arg-type]
     )
-    optimizer = dmuon.Muon(model, weight_decay=setting.weight_decay, ns_backend=PolarNewtonSchulz())
+    optimizer = dmuon.Muon(
+        model,
+        weight_decay=setting.weight_decay,
+        ns_backend=PolarNewtonSchulz(),
+        replicate_async=setting.replicate_async,
+    )
     return Run(model, optimizer, _log_collectives(find_runtime(model).transport))
 
 
@@ -75,22 +103,39 @@ def _log_collectives(transport: Transport) -> list[tuple[str, str]]:
     issue = transport._issue
 
     def logged(
-        work: Callable[[], object], key: tuple[str, str] | None, lane: str, payload: Tensor, keep: tuple[Tensor, ...]
+        work: Callable[[], object], axis: Axis, lane: str, key: tuple[str, str] | None, keep: tuple[Tensor, ...]
     ) -> Handle:
-        log.append((lane, f"{key} {payload.numel()}"))
-        return issue(work, key, lane, payload, keep)  # type: ignore[arg-type]
+        if axis.size > 1:
+            log.append((f"{axis.name} {lane}", f"{key} {keep[0].numel()}"))
+        return issue(work, axis, lane, key, keep)  # type: ignore[arg-type]
 
     transport._issue = logged  # type: ignore[assignment, method-assign]
     return log
 
 
 def assert_same_order(run: Run) -> None:
-    """Every rank issued the same collectives in the same order within each lane."""
+    """Every rank issued the same collectives in the same order within each lane of each axis."""
     logs: list[list[tuple[str, str]] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(logs, run.log)
-    for lane in ("gather", "reduce"):
-        lanes = [[what for where, what in log or [] if where == lane] for log in logs]
-        assert all(other == lanes[0] for other in lanes), f"ranks differ in lane {lane}: {lanes}"
+    shards = dmuon.get_plan(run.model).mesh_shape[1]
+    for axis, peer in (("shard", lambda rank: rank // shards), ("replicate", lambda rank: rank % shards)):
+        for lane in ("weights", "reduce"):
+            lanes = [[what for where, what in log or [] if where == f"{axis} {lane}"] for log in logs]
+            first = {peer(rank): lanes[rank] for rank in reversed(range(len(lanes)))}
+            differing = [rank for rank, log in enumerate(lanes) if log != first[peer(rank)]]
+            assert not differing, f"ranks {differing} differ in the {lane} lane of the {axis} axis: {lanes}"
+
+
+def assert_traffic(run: Run, passes: int, without: tuple[str, ...] = ()) -> None:
+    """Counted collectives and bytes are exactly what the plan says for this rank, ``passes`` times."""
+    counted, plan = dmuon.get_counters(run.model).snapshot(), dmuon.get_plan(run.model)
+    predicted = {key: item for key, item in plan.rank_traffic[dist.get_rank()].items() if key[1] not in without}
+    assert set(counted.comm) == set(predicted)
+    for key, item in predicted.items():
+        assert counted.comm[key].collectives == item.collectives * passes, key
+        assert counted.comm[key].payload_bytes == item.payload_bytes * passes, key
+        assert 0.0 <= counted.comm[key].exposed_seconds <= counted.comm[key].seconds
+    assert counted.ns_planned_matrices == plan.ranks[dist.get_rank()].matrices * passes
 
 
 def hold_to_reference(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,8 +14,8 @@ from tests.multiproc.laws import Setting, dedicate, hold_to_reference
 from tests.multiproc.models import make
 from tests.multiproc.test_calls import DIVERGENT, calling
 from tests.multiproc.test_equality import plain_backward
-from tests.multiproc.test_gradients import _non_finite_laws
-from tests.multiproc.test_random import _programs
+from tests.multiproc.test_gradients import non_finite_laws
+from tests.multiproc.test_random import programs
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.multiproc, pytest.mark.skipif(NUM_GPUS == 0, reason="needs a CUDA device")]
@@ -31,13 +33,41 @@ def _equality() -> None:
 def test_laws_hold(world_size: int) -> None:
     """Equality, different calls on each rank, random programs, and steps skipped on the device."""
     run_ranks(world_size, _equality, backend="nccl", deadline_s=120)
-    run_ranks(world_size, _programs, [1, 2, 3], "plain", backend="nccl", deadline_s=120)
+    run_ranks(world_size, programs, [1, 2, 3], "plain", backend="nccl", deadline_s=120)
     if world_size > 1:
-        run_ranks(world_size, _non_finite_laws, backend="nccl", deadline_s=120)
+        run_ranks(world_size, non_finite_laws, backend="nccl", deadline_s=120)
+
+
+def _modes() -> list[Setting]:
+    grids = [Setting(replicas=2), Setting(replicas=2, group_policy="shared")] if dist.get_world_size() > 1 else []
+    return [Setting(storage="replicated"), *grids]
+
+
+def _replicas() -> None:
+    for base in _modes():
+        for reshard in (True, False):
+            hold_to_reference(plain_backward, replace(base, reshard=reshard, max_norm=0.5))
+            hold_to_reference(calling(DIVERGENT), replace(base, reshard=reshard), lambda: make("saved"))
+        expected = dmuon.get_model_state_dict(hold_to_reference(plain_backward, base).model)
+        waited = hold_to_reference(plain_backward, replace(base, replicate_async=False))
+        assert all(torch.equal(expected[name], v) for name, v in dmuon.get_model_state_dict(waited.model).items())
+        if dist.get_world_size() > 1:
+            non_finite_laws(replace(base, steps=2))
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_replicas_and_replicated_storage(world_size: int) -> None:
+    """Equality, waiting and not waiting for publications, steps skipped on the device, shared groups."""
+    run_ranks(world_size, _replicas, backend="nccl", deadline_s=120)
 
 
 def _no_synchronisation() -> None:
-    run = dedicate(make(dtype=torch.float32), Setting())
+    for setting in (Setting(), *_modes()):
+        _no_synchronisation_in(setting)
+
+
+def _no_synchronisation_in(setting: Setting) -> None:
+    run = dedicate(make(dtype=torch.float32), setting)
     tokens = torch.randint(0, 13, (3, 7), device="cuda")
     for step in range(4):
         if step == 2:

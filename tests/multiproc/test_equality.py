@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import dmuon_runtime as dmuon
 from tests.multiproc.harness import run_ranks
-from tests.multiproc.laws import Run, Setting, hold_to_reference
+from tests.multiproc.laws import Run, Setting, assert_traffic, hold_to_reference
 from tests.multiproc.models import POLICY, batch, lm_loss, make
 
 pytestmark = pytest.mark.multiproc
@@ -23,16 +22,6 @@ def plain_backward(model: nn.Module, step: int, rank: int) -> None:
     lm_loss(model, batch(step, rank)).backward()
 
 
-def _assert_traffic(run: Run, passes: int) -> None:
-    counted, plan = dmuon.get_counters(run.model).snapshot(), dmuon.get_plan(run.model)
-    assert set(counted.comm) == set(plan.traffic)
-    for key, predicted in plan.traffic.items():
-        assert counted.comm[key].collectives == predicted.collectives * passes, key
-        assert counted.comm[key].payload_bytes == predicted.payload_bytes * passes, key
-        assert 0.0 <= counted.comm[key].exposed_seconds <= counted.comm[key].seconds
-    assert counted.ns_planned_matrices == plan.ranks[dist.get_rank()].matrices * passes
-
-
 def _state(run: Run) -> dict[str, Tensor]:
     return dmuon.get_model_state_dict(run.model)
 
@@ -40,13 +29,13 @@ def _state(run: Run) -> dict[str, Tensor]:
 def _equal_in_every_mode() -> None:
     single = Setting(steps=STEPS, policy=FP32, tolerance=1e-6)
     z3 = hold_to_reference(plain_backward, single, lambda: make(dtype=torch.float32))
-    _assert_traffic(z3, STEPS)
+    assert_traffic(z3, STEPS)
     z2 = hold_to_reference(
         plain_backward,
         Setting(steps=STEPS, policy=FP32, tolerance=1e-6, reshard=False),
         lambda: make(dtype=torch.float32),
     )
-    _assert_traffic(z2, STEPS)
+    assert_traffic(z2, STEPS)
     for name, value in _state(z3).items():
         assert torch.equal(value, _state(z2)[name]), f"Z2 and Z3 differ in {name}"
     double = hold_to_reference(plain_backward, Setting(steps=STEPS, max_norm=0.5))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch.distributed as dist
 
+import dmuon_runtime as dmuon
 from tests.multiproc.harness import run_ranks
 from tests.multiproc.laws import Run, Setting, hold_to_reference
 from tests.multiproc.models import batch, lm_loss
@@ -18,7 +21,7 @@ class Planted(Exception):
 
 
 def _fail(*_: object) -> None:
-    raise Planted
+    raise Planted("on purpose")
 
 
 def _loop(run: Run, setting: Setting) -> None:
@@ -44,6 +47,49 @@ def _loop(run: Run, setting: Setting) -> None:
 def _laws() -> None:
     for reshard in (True, False):
         hold_to_reference(plain_backward, Setting(steps=2, reshard=reshard), loop=_loop)
+
+
+def _two_passes_and_a_step(run: Run, step: int) -> None:
+    with dmuon.fail_together(run.model):
+        for micro in range(2):
+            lm_loss(run.model, batch(step, dist.get_rank(), micro)).backward()
+        run.optimizer.step()
+
+
+def _one_sided(replicas: int, storage: str, where: str) -> None:
+    """One rank raises, in a forward or a backward; the others say so, and then all train on."""
+    setting = Setting(steps=2, replicas=replicas, storage=storage)
+    begin = time.monotonic()
+
+    def loop(run: Run, setting: Setting) -> None:
+        block, weight = run.model.get_submodule("layers.1"), run.model.get_parameter("layers.1.up.weight")
+        for step in range(setting.steps):
+            handle = None
+            if dist.get_rank() == 1:
+                register = block.register_forward_pre_hook if where == "forward" else weight.register_hook
+                handle = register(_fail)
+            expected = Planted if handle is not None else dmuon.PeerFailed
+            with pytest.raises(expected) as found:
+                _two_passes_and_a_step(run, step)
+            if handle is not None:
+                handle.remove()
+            else:
+                assert "rank 1 raised Planted: on purpose" in str(found.value)
+            run.optimizer.zero_grad()
+            plain_backward(run.model, step, dist.get_rank())
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    hold_to_reference(plain_backward, setting, loop=loop)
+    assert time.monotonic() - begin < 20, "nobody waited for the timeout of the group"
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_one_rank_alone_fails(where: str) -> None:
+    """The others learn of it at once, with the rank and its error."""
+    run_ranks(2, _one_sided, 1, "sharded", where)
+    run_ranks(3, _one_sided, 1, "replicated", where)
+    run_ranks(4, _one_sided, 2, "sharded", where)
 
 
 def test_training_goes_on_after_an_exception() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import dmuon_runtime as dmuon
 from tests.multiproc.harness import run_ranks
 from tests.multiproc.laws import Run, Setting, dedicate, hold_to_reference
 from tests.multiproc.models import ToyLM, batch, lm_loss, make
+from tests.multiproc.reference import Backward
 
 pytestmark = pytest.mark.multiproc
 
@@ -82,20 +84,34 @@ def _with_evaluation(model: nn.Module, step: int, rank: int) -> None:
         lm_loss(model, batch(step, rank, 8), (1, 0, 2))
 
 
+ACCUMULATIONS: tuple[tuple[Backward, Backward, int | None], ...] = (
+    (_accumulate, _accumulate, 3),
+    (_accumulate_locally, _accumulate, 1),
+    (_accumulate_all_locally, _accumulate, 1),
+    (_uneven, _uneven, None),
+    (_two_graphs, _two_graphs, 2),
+    (_one_graph_twice, _one_graph_twice, 2),
+    (_summed, _summed, 1),
+    (_with_evaluation, _with_evaluation, 1),
+)
+"""What a rank runs in a step, what the reference runs, and how often it reduces (None: ranks differ)."""
+
+
+def accumulation_laws(setting: Setting) -> None:
+    """Hold every form of accumulation to one process, and count how often it reduces in ``setting.steps`` steps."""
+    for backward, reference, reductions in ACCUMULATIONS:
+        try:
+            run = hold_to_reference(backward, setting, reference_backward=reference)
+        except AssertionError as error:
+            raise AssertionError(f"{backward.__name__}: {error}") from error
+        counted = dmuon.get_counters(run.model).snapshot().comm["muon", "reduce"].collectives
+        planned = dmuon.get_plan(run.model).rank_traffic[dist.get_rank()]["muon", "reduce"].collectives
+        assert reductions is None or counted == reductions * setting.steps * planned, backward.__name__
+
+
 def _accumulation_laws() -> None:
     for setting in MODES:
-        run = hold_to_reference(_accumulate, setting)
-        passes = dmuon.get_counters(run.model).snapshot().comm["muon", "reduce"].collectives
-        assert passes == 6 * dmuon.get_plan(run.model).traffic["muon", "reduce"].collectives
-        run = hold_to_reference(_accumulate_locally, setting, reference_backward=_accumulate)
-        passes = dmuon.get_counters(run.model).snapshot().comm["muon", "reduce"].collectives
-        assert passes == 2 * dmuon.get_plan(run.model).traffic["muon", "reduce"].collectives
-        hold_to_reference(_accumulate_all_locally, setting, reference_backward=_accumulate)
-        for backward in (_uneven, _two_graphs, _one_graph_twice, _summed, _with_evaluation):
-            try:
-                hold_to_reference(backward, setting)
-            except AssertionError as error:
-                raise AssertionError(f"{backward.__name__}: {error}") from error
+        accumulation_laws(setting)
     for mode in ("reentrant", "saved"):
         for backward in (_accumulate, _two_graphs, _summed, _with_evaluation):
             hold_to_reference(backward, TWO, lambda mode=mode: make(mode))  # type: ignore[misc]
@@ -122,16 +138,21 @@ def _frozen() -> ToyLM:
     return model
 
 
+def missing_laws(setting: Setting) -> None:
+    """Hold ranks without gradients, unused blocks, frozen and tied weights to one process."""
+    hold_to_reference(_some_ranks_sit_out, replace(setting, steps=4))
+    hold_to_reference(_nobody_calls_block_one, replace(setting, steps=4, max_norm=1.0))
+    hold_to_reference(_one, setting, _frozen)
+    for tied in ("head_first", "embed_first"):
+        run = hold_to_reference(_one, setting, lambda tied=tied: make(tied=tied))  # type: ignore[misc]
+        state = dmuon.get_model_state_dict(run.model)
+        assert torch.equal(state["embed.weight"], state["lm_head.weight"])
+        assert set(state) == set(make(tied=tied).state_dict())
+
+
 def _missing_laws() -> None:
     for setting in MODES:
-        hold_to_reference(_some_ranks_sit_out, Setting(steps=4, reshard=setting.reshard))
-        hold_to_reference(_nobody_calls_block_one, Setting(steps=4, reshard=setting.reshard, max_norm=1.0))
-        hold_to_reference(_one, setting, _frozen)
-        for tied in ("head_first", "embed_first"):
-            run = hold_to_reference(_one, setting, lambda tied=tied: make(tied=tied))  # type: ignore[misc]
-            state = dmuon.get_model_state_dict(run.model)
-            assert torch.equal(state["embed.weight"], state["lm_head.weight"])
-            assert set(state) == set(make(tied=tied).state_dict())
+        missing_laws(setting)
 
 
 def test_missing_tied_and_frozen() -> None:
@@ -139,7 +160,9 @@ def test_missing_tied_and_frozen() -> None:
     run_ranks(2, _missing_laws)
 
 
-def _clearing_laws() -> None:
+def clearing_laws(setting: Setting) -> None:
+    """``zero_grad`` at every place discards what is pending; where ranks differ in it, the step says so."""
+
     def loop(run: Run, setting: Setting) -> None:
         for step in range(setting.steps):
             _one(run.model, step, dist.get_rank(), micro=5)
@@ -155,9 +178,8 @@ def _clearing_laws() -> None:
             run.optimizer.step()
             run.optimizer.zero_grad()
 
-    for setting in MODES:
-        hold_to_reference(_one, setting, loop=loop)
-    run = dedicate(make(), TWO)
+    hold_to_reference(_one, setting, loop=loop)
+    run = dedicate(make(), setting)
     if dist.get_rank() == 0:
         _one(run.model, 0, 0)
         run.optimizer.zero_grad()
@@ -166,7 +188,13 @@ def _clearing_laws() -> None:
         run.optimizer.step()
 
 
-def _non_finite_laws() -> None:
+def _clearing_laws() -> None:
+    for setting in MODES:
+        clearing_laws(setting)
+
+
+def non_finite_laws(setting: Setting = TWO) -> None:
+    """A skipped step leaves no trace on any rank; with "raise" every rank raises; clipping does no harm before."""
     poisoned = "layers.1.up.weight"
 
     def loop(run: Run, setting: Setting) -> None:
@@ -193,17 +221,18 @@ def _non_finite_laws() -> None:
             run.optimizer.step()
             run.optimizer.zero_grad()
 
-    hold_to_reference(_one, Setting(steps=2, max_norm=0.5), loop=loop)
+    hold_to_reference(_one, replace(setting, max_norm=0.5), loop=loop)
 
 
 def test_clearing_and_non_finite() -> None:
     """``zero_grad`` discards what is pending everywhere; a skipped step leaves no trace in weights or state."""
     run_ranks(2, _clearing_laws)
-    run_ranks(2, _non_finite_laws)
+    run_ranks(2, non_finite_laws)
 
 
-def _norm_law() -> None:
-    run = dedicate(make(), Setting())
+def norm_law(setting: Setting = TWO) -> None:
+    """The norm is torch's own of the mean gradient, before and after clipping."""
+    run = dedicate(make(), setting)
     plain = make()
     loss = sum(lm_loss(plain, batch(0, rank)) for rank in range(dist.get_world_size())) / dist.get_world_size()
     assert isinstance(loss, torch.Tensor)
@@ -216,4 +245,4 @@ def _norm_law() -> None:
 
 def test_norm_counts_every_element_once() -> None:
     """Torch's own norm of the mean gradient, owners and shards together, before and after clipping."""
-    run_ranks(3, _norm_law)
+    run_ranks(3, norm_law)

@@ -92,10 +92,15 @@ def test_only_what_is_used_is_alive() -> None:
 
 def _collected() -> None:
     run = dedicate(make(), Setting())
-    watched = weakref.ref(run.model)
-    del run
+    lm_loss(run.model, batch(0, 0)).backward()
+    run.optimizer.step()
+    runtime = find_runtime(run.model)
+    watched = [weakref.ref(thing) for thing in (run.model, run.optimizer, runtime.transport, *runtime.schedule.units)]
+    masters = [weakref.ref(bucket.master) for unit in runtime.schedule.units for bucket in unit.buckets]
+    del run, runtime
     gc.collect()
-    assert watched() is None, "a dedicated model that nobody holds is collected"
+    assert not any(thing() is not None for thing in watched), "what nobody holds is collected"
+    assert not any(master() is not None for master in masters), "and its weights with it"
 
 
 def _z2_laws() -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dmuon_runtime as dmuon
+from dmuon_runtime.process_groups import Axis
 from dmuon_runtime.runtime import find_runtime
 from dmuon_runtime.transport import Handle
 from tests.multiproc.harness import run_ranks
@@ -46,11 +47,11 @@ class Observed:
         issue = transport._issue
 
         def watched(
-            work: Callable[[], object], key: tuple[str, str] | None, lane: str, payload: Tensor, keep: tuple[Tensor]
+            work: Callable[[], object], axis: Axis, lane: str, key: tuple[str, str] | None, keep: tuple[Tensor, ...]
         ) -> Handle:
-            if key is not None:
-                self.wire.setdefault(key[1], set()).add(payload.dtype)
-            return issue(work, key, lane, payload, keep)  # type: ignore[arg-type]
+            if key is not None and axis.size > 1:
+                self.wire.setdefault(key[1], set()).add(keep[0].dtype)
+            return issue(work, axis, lane, key, keep)  # type: ignore[arg-type]
 
         transport._issue = watched  # type: ignore[assignment, method-assign]
 

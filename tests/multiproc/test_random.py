@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,13 +45,15 @@ def _program(seed: int, dedicated: bool) -> Backward:
     return backward
 
 
-def _programs(seeds: list[int], mode: str) -> None:
+def programs(seeds: list[int], mode: str, base: Setting | None = None) -> None:
+    """Hold the program of each seed to one process; the seed also says which of Z2 and Z3, and which groups."""
     for seed in seeds:
 
         def build(mode: str = mode) -> ToyLM:
             return make(mode)
 
-        setting = Setting(steps=3, reshard=seed % 3 != 0, group_policy="shared" if seed % 5 == 0 else "isolated")
+        group_policy = "shared" if seed % 5 == 0 else "isolated"
+        setting = replace(base or Setting(), steps=3, reshard=seed % 3 != 0, group_policy=group_policy)
         try:
             hold_to_reference(_program(seed, True), setting, build, reference_backward=_program(seed, False))
         except AssertionError as error:
@@ -58,6 +61,6 @@ def _programs(seeds: list[int], mode: str) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "mode"), [(2, "plain"), (3, "reentrant"), (4, "saved")])
-def test_random_programs(world_size: int, mode: str) -> None:
+def test_randomprograms(world_size: int, mode: str) -> None:
     """Passes, calls, evaluations, postponed backwards and local accumulation drawn for each rank and step."""
-    run_ranks(world_size, _programs, list(range(6)), mode, deadline_s=100)
+    run_ranks(world_size, programs, list(range(6)), mode, deadline_s=100)

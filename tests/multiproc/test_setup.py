@@ -35,8 +35,10 @@ def _refusals() -> None:
         dmuon.dedicate_params(ToyLM(), mesh, _trains, param_policy=None if rank == 0 else POLICY)
     with pytest.raises(dmuon.NothingMatched):
         dmuon.dedicate_params(ToyLM(), mesh, lambda name, parameter: False)
-    with pytest.raises(dmuon.UnmanagedParameters, match=r"embed\.weight"):
-        dmuon.dedicate_params(ToyLM(), mesh, lambda name, _: "embed" not in name, param_policy=POLICY)
+    partly = ToyLM()
+    dmuon.dedicate_params(partly, mesh, lambda name, _: "embed" not in name, param_policy=POLICY)
+    with pytest.raises(dmuon.UnmanagedParameters, match=r"embed\.weight: the predicate leaves them out.*fully_shard"):
+        dmuon.Muon(partly)
     two_axes = init_device_mesh("cpu", (1, dist.get_world_size()))
     with pytest.raises(dmuon.MeshError, match="1 axis"):
         dmuon.dedicate_params(ToyLM(), two_axes, _trains, param_policy=POLICY)

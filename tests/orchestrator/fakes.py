@@ -77,8 +77,12 @@ def make_plan(spec: JobSpec, plan_hash: str = "plan-1") -> PlanReport:
             RoutePlan(route="adamw", parameters=1, elements=4),
         ),
         traffic=(
-            TrafficPlan(route="muon", phase="forward", collectives=1, payload_bytes=FORWARD),
-            TrafficPlan(route="muon", phase="reduce", collectives=1, payload_bytes=REDUCE),
+            TrafficPlan(
+                route="muon", phase="forward", collectives=1, payload_bytes=FORWARD, total_payload_bytes=world * FORWARD
+            ),
+            TrafficPlan(
+                route="muon", phase="reduce", collectives=1, payload_bytes=REDUCE, total_payload_bytes=world * REDUCE
+            ),
         ),
         ranks=tuple(
             RankPlan(rank=rank, cost=1.0 + rank, matrices=MATRICES if rank == 0 else 0, resident_bytes=1, peak_bytes=2)

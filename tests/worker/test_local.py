@@ -36,15 +36,18 @@ def reports(done: subprocess.CompletedProcess[str]) -> list[RankReport]:
     return [RankReport.model_validate(line) for line in lines if line["kind"] == "rank_report"]
 
 
-def trained(world_size: int, micro_batch: int, saved: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
+def trained(
+    world_size: int, micro_batch: int, saved: Path, replicate: int = 1
+) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Weights and losses of five steps, every rank's first step having been what its plan says."""
     training = {"steps": 5, "global_batch": 12, "micro_batch": micro_batch, "clip_grad_norm": 1.0}
     told: list[Body] = []
     optimizer = {"muon": {"lr": 0.0005}, "adamw": {"lr": 0.0001}}
-    end = run_local(tiny_spec(world_size, training=training, optimizer=optimizer), told.append, save=saved)
+    mesh = {"replicate": replicate, "shard": world_size // replicate}
+    end = run_local(tiny_spec(training=training, optimizer=optimizer, mesh=mesh), told.append, save=saved)
     assert end.reason == Reason.COMPLETED, end
     verified = [body for body in told if isinstance(body, Milestone) and body.name == "routes_verified"]
-    assert [body.data["ok"] for body in verified] == [True], "rank 0 speaks for all unless another one differs"
+    assert [body.rank for body in verified] == [0] and verified[0].data["ok"], "a rank that differs says so itself"
     losses = [body.loss for body in told if isinstance(body, RankReport) and body.rank == 0]
     return torch.load(saved, weights_only=True), losses
 
@@ -56,14 +59,28 @@ def test_any_number_of_workers_reaches_the_same_weights(tmp_path: Path) -> None:
     The order of the sum still differs beyond two workers, and Newton-Schulz lifts rounding in the small directions of a
     gradient some hundredfold. At the rates here weights move by some percent in all: 1e-5 is far below one step.
     """
-    for world_size in (2, 3, 4):
+    for world_size, replicate in ((2, 1), (3, 1), (4, 1), (4, 2)):
         share = 12 // world_size
         single, expected_losses = trained(1, share, tmp_path / "single.pt")
-        weights, losses = trained(world_size, share, tmp_path / "many.pt")
+        weights, losses = trained(world_size, share, tmp_path / "many.pt", replicate)
         assert losses == pytest.approx(expected_losses, rel=1e-6)
         expected, found = (torch.cat([value.flatten() for value in state.values()]) for state in (single, weights))
         difference = float((found - expected).norm() / expected.norm())
-        assert difference < 1e-5, f"{world_size} workers: {difference}"
+        assert difference < 1e-5, f"{world_size} workers, {replicate} replicas: {difference}"
+
+
+def test_a_grid_of_two_by_two_reaches_the_weights_of_one_worker(tmp_path: Path) -> None:
+    """The same spec through the command line, the mesh alone being another."""
+    states = []
+    for name, mesh, share in (("one", {}, 3), ("grid", {"replicate": 2, "shard": 2}, 3)):
+        training = {"steps": 3, "global_batch": 12, "micro_batch": share, "clip_grad_norm": 1.0}
+        optimizer = {"muon": {"lr": 0.0005}, "adamw": {"lr": 0.0001}}
+        saved = tmp_path / f"{name}.pt"
+        document = tiny_document(mesh=mesh, training=training, optimizer=optimizer)
+        done = run(document, tmp_path, "--json", "--save", str(saved))
+        assert done.returncode == 0, done.stderr
+        states.append(torch.cat([value.flatten() for value in torch.load(saved, weights_only=True).values()]))
+    assert float((states[1] - states[0]).norm() / states[0].norm()) < 1e-5
 
 
 def test_reports_add_up(tmp_path: Path) -> None:

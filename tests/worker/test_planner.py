@@ -37,10 +37,22 @@ def test_a_plan_says_it_all(tmp_path: Path) -> None:
         for phase in ("forward", "reduce")
     )
     assert (forward.collectives, reduce.collectives) == (2 * 2, 2), "two micro batches gather twice and reduce once"
+    assert forward.total_payload_bytes == 2 * forward.payload_bytes, "both ranks gather alike"
     rules = {entry.name: entry.rule for entry in plan.parameters}
     assert rules["lm_head.weight"] == "overrides[1]" and rules["model.layers.0.mlp.up_proj.weight"] == "defaults"
     assert plan.plan_hash == make_plan(spec, WorkerSettings(cache_directory=tmp_path)).plan_hash
     assert plan.plan_hash != make_plan(tiny_spec(3), WorkerSettings(cache_directory=tmp_path)).plan_hash
+
+
+def test_replicas_are_planned_from_shapes_alone(tmp_path: Path) -> None:
+    """On a grid of 2 by 2 owners are spread over all four ranks, and only an owner's column hears what it publishes."""
+    settings = WorkerSettings(cache_directory=tmp_path)
+    plan = make_plan(tiny_spec(mesh={"replicate": 2, "shard": 2}), settings)
+    assert {entry.owner for entry in plan.parameters if entry.route == "muon"} == {0, 1, 2, 3}
+    publish = next(entry for entry in plan.traffic if (entry.route, entry.phase) == ("muon", "publish"))
+    assert 2 * publish.payload_bytes <= publish.total_payload_bytes <= 4 * publish.payload_bytes
+    assert {entry.phase for entry in plan.traffic} == {"forward", "backward", "reduce", "publish"}
+    assert plan.plan_hash != make_plan(tiny_spec(4), settings).plan_hash
 
 
 def test_a_norm_left_on_muon_is_refused_by_name_with_the_cure() -> None:
@@ -55,11 +67,11 @@ def test_a_norm_left_on_muon_is_refused_by_name_with_the_cure() -> None:
 def test_all_sections_are_judged_at_once() -> None:
     found = refusals(
         data={"files": ["/nonexistent/*.txt"], "sequence_length": 32},
-        mesh={"replicate": 2},
+        mesh={"tensor": 2},
         routing=NORMS,
         kernels={"kernel": "cute_sm80"},
     )
-    assert set(found) == {"/data/files/0", "/mesh/replicate", "/routing", "/kernels/kernel"}
+    assert set(found) == {"/data/files/0", "/mesh/tensor", "/routing", "/kernels/kernel"}
     assert "SM80+" in found["/kernels/kernel"]
 
 

@@ -1,8 +1,8 @@
 """The plan of a job as a document: what the planner answers, the workers confirm and the dashboards compare with.
 
-Byte counts are *payload bytes on one rank in one optimizer step*: for a broadcast or reduce the size of the bucket, for
-an all-gather the size of the gathered output, for a reduce-scatter the size of the input. Every rank takes part in
-every collective, so a job's prediction is that figure times the number of ranks times the number of steps.
+Byte counts are *payload bytes in one optimizer step*: for a broadcast or reduce the size of the bucket, for an
+all-gather the size of the gathered output, for a reduce-scatter the size of the input. A rank counts what it takes part
+in; with replicas ranks differ in that, so the figure of a job is the sum over its ranks.
 """
 
 from __future__ import annotations
@@ -50,12 +50,16 @@ class RoutePlan(Part):
 
 
 class TrafficPlan(Part):
-    """Collectives of one route in one phase, on one rank, in one optimizer step."""
+    """Collectives of one route in one phase in one optimizer step."""
 
     route: Route
     phase: Phase
     collectives: int
+    """On the busiest rank; with one replica all ranks are alike."""
     payload_bytes: int
+    """On the busiest rank."""
+    total_payload_bytes: int
+    """The sum over all ranks."""
 
 
 class RankPlan(Part):
