@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -68,6 +69,10 @@ class SymmetricKernel(ABC):
         self._launch(a, b, c, alpha, beta, out)
         LEDGER.count_launch(self.name, algorithm)
         return out
+
+    def tuned(self, choices: Mapping[str, str]) -> SymmetricKernel:
+        """Return the kernel with what was measured to be fastest; itself where there is nothing to choose."""
+        return self
 
     def rectangular(self, left: Tensor, right: Tensor) -> Tensor:
         """Return the plain product ``left @ right``: [B, M, K], [B, K, N] to [B, M, N]."""
