@@ -17,9 +17,9 @@ __all__ = ["AdamWSettings", "AdamWTensors", "adamw_update", "apply_change", "gat
 
 @dataclass(frozen=True)
 class AdamWSettings:
-    """Hyper-parameters of one group in one step."""
+    """Hyper-parameters of one group in one step; ``lr`` may be a 0-dim tensor on the device of the weights."""
 
-    lr: float
+    lr: float | Tensor
     betas: tuple[float, float]
     eps: float
     weight_decay: float
@@ -48,7 +48,10 @@ def adamw_update(tensors: AdamWTensors, settings: AdamWSettings, gate: Tensor | 
     gradients = list(tensors.gradients)
     if gate is not None:
         gradients = [torch.where(gate > 0, gradient, 0.0) for gradient in gradients]
-    torch._foreach_add_(list(tensors.steps), 1.0 if gate is None else gate)
+    if gate is None:
+        torch._foreach_add_(list(tensors.steps), 1.0)
+    else:  # as a list: a lone tensor would be read on the host
+        torch._foreach_add_(list(tensors.steps), [gate] * len(tensors.steps))
     _decay(tensors.exp_avgs, beta1, gate)
     torch._foreach_add_(list(tensors.exp_avgs), gradients, alpha=1 - beta1)
     _decay(tensors.exp_avg_sqs, beta2, gate)
@@ -68,21 +71,26 @@ def adamw_update(tensors: AdamWTensors, settings: AdamWSettings, gate: Tensor | 
     return changes
 
 
-def _decay(state: Sequence[Tensor], factor: float, gate: Tensor | None) -> None:
+def _decay(state: Sequence[Tensor], factor: float | Tensor, gate: Tensor | None) -> None:
     if gate is None:
         torch._foreach_mul_(list(state), factor)
     else:
         torch._foreach_mul_(list(state), gated_factor(factor, gate, state[0].dtype))
 
 
-def gated_factor(factor: float, gate: Tensor, dtype: torch.dtype) -> Tensor:
+def gated_factor(factor: float | Tensor, gate: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``factor`` (0-dim, exact in ``dtype``) where the gate is open, and 1 where it is closed."""
-    value = torch.full((), factor, dtype=dtype, device=gate.device)
+    if isinstance(factor, Tensor):
+        value = factor.to(dtype)
+    else:
+        value = torch.full((), factor, dtype=dtype, device=gate.device)
     return torch.where(gate > 0, value, torch.ones_like(value))
 
 
-def apply_change(weights: Sequence[Tensor], changes: Sequence[Tensor], decay: float, gate: Tensor | None) -> None:
+def apply_change(
+    weights: Sequence[Tensor], changes: Sequence[Tensor], decay: float | Tensor, gate: Tensor | None
+) -> None:
     """Decay the weights by the factor ``1 - decay``, then add ``changes``; in place."""
-    if decay != 0.0:
+    if isinstance(decay, Tensor) or decay != 0.0:
         _decay(weights, 1.0 - decay, gate)
     torch._foreach_add_(list(weights), [c.to(w.dtype) for w, c in zip(weights, changes, strict=True)])

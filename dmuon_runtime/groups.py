@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 
-from dmuon_runtime.errors import ParamGroupError
-from dmuon_runtime.policy import ROUTES, Route
+from dmuon_runtime.errors import ParamGroupError, SettingError
+from dmuon_runtime.plan import ParameterPlan
+from dmuon_runtime.policy import ROUTES, Route, parse_route
 from dmuon_runtime.runtime import Runtime
 
-__all__ = ["GroupDefaults", "build_groups"]
+__all__ = ["GroupDefaults", "build_groups", "learning_rate"]
 
 
 @dataclass(frozen=True)
@@ -27,9 +29,11 @@ class GroupDefaults:
     adamw_weight_decay: float
 
 
+_ROUTE_KEYS = ("dmuon_route", "dmuon_optimizer", "matrix_optimizer")
+"""Keys of a group that put all of its members on one route; the first that is there counts."""
 _KNOWN = {
     "params", "name", "group_name", "lr", "weight_decay", "momentum", "betas", "eps", "muon_lr", "muon_weight_decay",
-    "adamw_lr", "adamw_weight_decay", "adamw_betas",
+    "adamw_lr", "adamw_weight_decay", "adamw_betas", *_ROUTE_KEYS,
 }  # fmt: skip
 
 
@@ -38,7 +42,8 @@ def build_groups(
 ) -> list[dict[str, object]]:
     """Return torch param groups with ``route``, ``group_name`` and hyper-parameters, the same on all ranks.
 
-    Raises :class:`ParamGroupError` that lists unknown keys, foreign tensors, duplicates and omissions, all at once.
+    A group may change the maths of its members (``muon`` to ``adamw`` or back), not their placement. Raises
+    :class:`ParamGroupError` that lists unknown keys, foreign tensors, duplicates, omissions and routes that cannot be.
     """
     if groups is None:
         groups = [{"params": list(runtime.parameters), "name": "default"}]
@@ -46,12 +51,30 @@ def build_groups(
     built: list[dict[str, object]] = []
     for index, (group, parameters) in enumerate(zip(groups, members, strict=True)):
         name = str(group.get("group_name", group.get("name", f"group_{index}")))
+        forced = _forced_route(group)
         for route in ROUTES:
-            chosen = [runtime.parameters[i] for i in parameters if runtime.plan.parameters[i].route == route]
+            chosen = [
+                runtime.parameters[i] for i in parameters if (forced or runtime.plan.parameters[i].route) == route
+            ]
             if chosen:
-                built.append({"params": chosen, "route": route, "group_name": f"{name}/{route}"})
+                built.append(
+                    {"params": chosen, "route": route, "group_name": f"{name}/{route}", "semantic_group_name": name}
+                )
                 built[-1].update(_settings(group, route, defaults))
+                rate = built[-1]["lr"]
+                built[-1]["lr"] = rate.clone() if isinstance(rate, Tensor) else rate  # schedulers fill it in place
     return built
+
+
+def learning_rate(group: Mapping[str, object]) -> float | Tensor:
+    """Return a group's rate as it is now, whatever was assigned: a number, or a 0-dim tensor if it is on a device.
+
+    A tensor in host memory is read here; one on a device is used there, which no step waits for.
+    """
+    value = group["lr"]
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        return value.detach()
+    return float(cast(float, value))
 
 
 def _settings(group: Mapping[str, object], route: Route, defaults: GroupDefaults) -> dict[str, object]:
@@ -69,6 +92,39 @@ def _settings(group: Mapping[str, object], route: Route, defaults: GroupDefaults
     }
 
 
+def _forced_route(group: Mapping[str, object]) -> Route | None:
+    """Return the route that the group puts all of its members on, or None; raises :class:`SettingError`."""
+    key = next((key for key in _ROUTE_KEYS if key in group), None)
+    return None if key is None else parse_route(group[key])
+
+
+def _route_mistakes(number: int, group: Mapping[str, object], members: Sequence[ParameterPlan]) -> list[str]:
+    """Say which members cannot take the route that the group forces on them."""
+    try:
+        forced = _forced_route(group)
+    except SettingError as error:
+        return [f"group {number}: {error}"]
+    found: list[str] = []
+    for entry in members:
+        if forced is None or forced == entry.route:
+            continue
+        if "sharded_adamw" in (forced, entry.route):
+            found.append(
+                f"group {number} moves {entry.name} from {entry.route} to {forced}, but shards are laid out by "
+                "dedicate_params; set the route in param_policy"
+            )
+        elif forced == "muon" and not _is_matrix(entry):
+            found.append(
+                f"group {number} moves {entry.name} to muon, but its shape {entry.shape} is no plain matrix; leave it "
+                "out of the group, or set route and matrix_view in param_policy"
+            )
+    return found
+
+
+def _is_matrix(entry: ParameterPlan) -> bool:
+    return len(entry.shape) == 2 and min(entry.shape) > 1
+
+
 def _check(runtime: Runtime, groups: Sequence[Mapping[str, object]]) -> list[list[int]]:
     """Return plan indices of each group's members; frozen members are left out."""
     if isinstance(groups, Mapping) or not groups:
@@ -82,6 +138,7 @@ def _check(runtime: Runtime, groups: Sequence[Mapping[str, object]]) -> list[lis
         if unknown:
             mistakes.append(f"group {number} has the unknown keys {unknown}; known are {sorted(_KNOWN)}")
         members.append(_members(number, group, index, runtime, seen, mistakes))
+        mistakes += _route_mistakes(number, group, [runtime.plan.parameters[i] for i in members[-1]])
     omitted = [entry.name for i, entry in enumerate(runtime.plan.parameters) if i not in seen]
     if omitted:
         mistakes.append(f"no group has {', '.join(omitted)}; every managed parameter must be in one")

@@ -2,7 +2,8 @@
 
 Pre-forward materialises, post-forward frees (Z3) and puts a hook on every output tensor that carries a gradient,
 however nested; that hook materialises before the module's backward. A hook on each parameter tells when autograd has
-finished its gradient. The first of these in a backward opens the half, and a callback of the engine closes it.
+finished its gradient. The first of these in a backward opens the half, and a callback of the engine closes it. When a
+boundary module is compiled, its hooks stay outside of the graphs.
 """
 
 from __future__ import annotations
@@ -88,8 +89,10 @@ class _UnitHooks:
         return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
 
     def _before_backward(self, _gradient: Tensor) -> None:
+        """Materialise; a tensor that was only passed through may get its gradient after the unit is done."""
         self.watch.note_event()
-        self.schedule.need_backward(self.unit)
+        if not (self.unit.was_called and self.unit.is_done):
+            self.schedule.need_backward(self.unit)
 
     def gradient_hook(self) -> Callable[[Tensor], None]:
         """Return the hook for each of the unit's parameters."""
@@ -108,8 +111,13 @@ def install_hooks(schedule: Schedule) -> BackwardWatch:
     watch = BackwardWatch(schedule)
     for unit in schedule.units:
         hooks = _UnitHooks(unit, watch)
-        unit.module.register_forward_pre_hook(hooks.before_forward, with_kwargs=True, prepend=True)
-        unit.module.register_forward_hook(hooks.after_forward, always_call=True)
+        eager = torch.compiler.disable
+        unit.module.register_forward_pre_hook(
+            eager(hooks.before_forward),  # type: ignore[no-untyped-call]
+            with_kwargs=True,
+            prepend=True,
+        )
+        unit.module.register_forward_hook(eager(hooks.after_forward), always_call=True)  # type: ignore[no-untyped-call]
         for parameter in unit.parameters:
             parameter.register_post_accumulate_grad_hook(hooks.gradient_hook())  # type: ignore[no-untyped-call]
     assert schedule.stage is Stage.IDLE

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from dmuon_runtime.adamw import AdamWSettings, AdamWTensors, adamw_update, apply_change, gated_factor
 from dmuon_runtime.errors import NonFiniteGradient, SettingError, UnmanagedParameters
-from dmuon_runtime.groups import GroupDefaults, build_groups
-from dmuon_runtime.matrices import matrix_blocks
+from dmuon_runtime.groups import GroupDefaults, build_groups, learning_rate
+from dmuon_runtime.matrices import join_blocks, matrix_blocks
 from dmuon_runtime.newton_schulz import NewtonSchulz
 from dmuon_runtime.outcome import StepOutcome, UpdateTotals
 from dmuon_runtime.pieces import Piece, collect_pieces
@@ -80,7 +80,7 @@ class Muon(torch.optim.Optimizer):
         self.clip_norm: Tensor | None = None
         """Norm found by the clip that belongs to the coming step."""
         self._kept_places: dict[tuple[int, ...], Tensor] = {}
-        self.pieces = collect_pieces(runtime)
+        self.pieces = collect_pieces(runtime, {id(p): g["route"] for g in self.param_groups for p in g["params"]})
         for piece in self.pieces:
             self.state[piece.parameter] = piece.make_state()
 
@@ -186,9 +186,9 @@ class Muon(torch.optim.Optimizer):
         results = iter(self.newton_schulz.orthogonalize(flat, self.ns_steps))
         changes: list[Tensor] = []
         for (piece, group), cut in zip(members, blocks, strict=True):
-            lr, decay = cast(float, group["lr"]), cast(float, group["weight_decay"])
+            lr, decay = learning_rate(group), cast(float, group["weight_decay"])
             scaled = [next(results) * (-lr * update_scale(self.scale, *block.shape[-2:])) for block in cut]
-            change = (scaled[0] if len(scaled) == 1 else torch.cat(scaled, dim=-2)).view(piece.master.shape)
+            change = join_blocks(scaled, piece.master.shape, piece.plan.matrix_view)
             change = change if gate is None else torch.where(gate > 0, change, 0.0)
             apply_change([piece.master], [change], lr * decay, gate)
             changes.append(change)
@@ -208,7 +208,7 @@ class Muon(torch.optim.Optimizer):
 
 def _adamw_settings(group: Mapping[str, object]) -> AdamWSettings:
     return AdamWSettings(
-        lr=cast(float, group["lr"]),
+        lr=learning_rate(group),
         betas=cast("tuple[float, float]", group["betas"]),
         eps=cast(float, group["eps"]),
         weight_decay=cast(float, group["weight_decay"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 __all__ = ["StepOutcome", "UpdateTotals"]
+
+_LOG = logging.getLogger("dmuon_runtime")
 
 
 class UpdateTotals:
@@ -40,8 +43,11 @@ class StepOutcome:
 
     @cached_property
     def offenders(self) -> tuple[str, ...]:
-        """Names of parameters whose mean gradient was infinite or NaN."""
-        return tuple(name for name, flag in zip(self._names, self._flags.tolist(), strict=True) if flag)
+        """Names of parameters whose mean gradient was infinite or NaN; logged when they are first read."""
+        found = tuple(name for name, flag in zip(self._names, self._flags.tolist(), strict=True) if flag)
+        if found:
+            _LOG.warning("nothing was updated: infinite or NaN gradient of %s", ", ".join(found))
+        return found
 
     @property
     def skipped(self) -> bool:

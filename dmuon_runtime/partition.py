@@ -1,8 +1,9 @@
 """Who owns what: longest-processing-time-first over the true cost of the work. Pure, deterministic, heap based.
 
-Balance decides. Among slots whose load is within a thousandth of the ideal of the lowest, a slot that does not yet
-hold a parameter of the same layer is better, and then one that already has a matrix of the same short side, since those
-share one Newton-Schulz batch.
+Where that stays above the bound that the costs themselves set, costs are balanced without names and the names placed
+after. Balance decides. Among slots whose load is within a thousandth of the ideal of the lowest, a slot that does not
+yet hold a parameter of the same layer is better, and then one that already has a matrix of the same short side, since
+those share one Newton-Schulz batch.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from dmuon_runtime._balance import balance_costs, even_out, makespan_bound
 from dmuon_runtime.errors import SettingError
 from dmuon_runtime.matrices import MatrixShape
 
@@ -28,6 +30,8 @@ ADAMW_BYTES_PER_ELEMENT = 28.0
 """fp32 AdamW reads weight, gradient and two moments, and writes three of them."""
 _WINDOW = 8
 _TOLERANCE_RATIO = 1e-3
+_GOOD_ENOUGH = 1.005
+"""Largest load over the bound at which longest-first is left as it is."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ def assign_owners(items: Sequence[WorkItem], world_size: int, strategy: OwnerStr
         return [0] * len(items)
     if strategy == "round_robin":
         return [index % world_size for index in range(len(items))]
-    return _longest_first(items, world_size)
+    return _lower(items, world_size, _longest_first(items, world_size))
 
 
 def _longest_first(items: Sequence[WorkItem], world_size: int) -> list[int]:
@@ -102,4 +106,46 @@ def _longest_first(items: Sequence[WorkItem], world_size: int) -> list[int]:
         owners[index] = chosen[1]
         layers.add((item.layer, chosen[1]))
         sides.add((item.short_side, chosen[1]))
+    return owners
+
+
+def _lower(items: Sequence[WorkItem], num_slots: int, owners: list[int]) -> list[int]:
+    """Return owners with a smaller largest load if one is found that is worth it, else ``owners``."""
+    costs = [item.cost for item in items]
+    reached = _largest_load(costs, owners, num_slots)
+    if reached <= makespan_bound(costs, num_slots) * _GOOD_ENOUGH:
+        return owners
+    slots = even_out(costs, balance_costs(costs, num_slots, reached) or owners, num_slots)
+    if _largest_load(costs, slots, num_slots) > reached * (1 - _TOLERANCE_RATIO):
+        return owners
+    return _place_names(items, slots)
+
+
+def _largest_load(costs: Sequence[float], slots: Sequence[int], num_slots: int) -> float:
+    loads = [0.0] * num_slots
+    for cost, slot in zip(costs, slots, strict=True):
+        loads[slot] += cost
+    return max(loads)
+
+
+def _place_names(items: Sequence[WorkItem], slots: Sequence[int]) -> list[int]:
+    """Let items of equal cost trade slots, which changes no load, so that a slot gets few of one layer."""
+    kinds: dict[float, list[int]] = {}
+    for index in sorted(range(len(items)), key=lambda i: items[i].name):
+        kinds.setdefault(items[index].cost, []).append(index)
+    owners = list(slots)
+    layers: set[tuple[str, int]] = set()
+    sides: set[tuple[int, int]] = set()
+    for cost in sorted(kinds, reverse=True):
+        free = sorted(slots[index] for index in kinds[cost])
+        for index in kinds[cost]:
+            item = items[index]
+            window = range(min(_WINDOW, len(free)))
+            at = min(
+                window,
+                key=lambda i: ((item.layer, free[i]) in layers, (item.short_side, free[i]) not in sides, i),
+            )
+            owners[index] = free.pop(at)
+            layers.add((item.layer, owners[index]))
+            sides.add((item.short_side, owners[index]))
     return owners

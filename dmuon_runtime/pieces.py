@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from dmuon_runtime.buckets import Bucket, Segment
 from dmuon_runtime.plan import ParameterPlan
-from dmuon_runtime.policy import DTYPE_NAMES
+from dmuon_runtime.policy import DTYPE_NAMES, Route
 from dmuon_runtime.runtime import Runtime
 
 __all__ = ["Piece", "collect_pieces"]
@@ -47,8 +48,11 @@ class Piece:
         return {"step": step, "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
 
 
-def collect_pieces(runtime: Runtime) -> list[Piece]:
-    """Return this rank's pieces in plan order."""
+def collect_pieces(runtime: Runtime, routes: Mapping[int, Route]) -> list[Piece]:
+    """Return this rank's pieces in plan order, each with the route that its optimizer group gave it.
+
+    ``routes`` is keyed by the id of a parameter that the runtime holds.
+    """
     pieces: list[Piece] = []
     for unit in runtime.schedule.units:
         for bucket in unit.buckets:
@@ -58,5 +62,7 @@ def collect_pieces(runtime: Runtime) -> list[Piece]:
                 part = bucket.master[segment.start : segment.stop]
                 master = part if bucket.is_sharded else part.view(plan.shape)
                 parameter = runtime.parameters[segment.parameter_index]
+                if routes[id(parameter)] != plan.route:
+                    plan = replace(plan, route=routes[id(parameter)], rule="param_groups")
                 pieces.append(Piece(segment.parameter_index, plan, parameter, bucket, segment, master))
     return sorted(pieces, key=lambda piece: piece.index)

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from dmuon_runtime.boundary import Boundaries, BoundaryPredicate, ModuleTree, NamedParameter
 from dmuon_runtime.errors import (
@@ -31,7 +32,7 @@ from dmuon_runtime.policy import (
     parse_param_policy,
     resolve_policy,
 )
-from dmuon_runtime.strictness import check_routes, check_views
+from dmuon_runtime.strictness import check_routes, check_views, view_warnings
 
 __all__ = ["PlanOptions", "Predicate", "ProcessGroupPolicy", "build_plan"]
 
@@ -82,7 +83,8 @@ def build_plan(model: nn.Module, world_size: int, predicate: Predicate, options:
     policy = parse_param_policy(options.param_policy)
     tree = ModuleTree(model)
     chosen, frozen, warnings = _select(tree, predicate)
-    policies = {e.name: resolve_policy(e.name, e.parameter, policy, options.route_hint_fn) for e in chosen}
+    _refuse_sharded(chosen)
+    policies = {e.name: resolve_policy(e.names, e.parameter, policy, options.route_hint_fn) for e in chosen}
     if options.strict_routes:
         check_routes(chosen, policies, tree)
     check_views(chosen, policies)
@@ -105,7 +107,7 @@ def build_plan(model: nn.Module, world_size: int, predicate: Predicate, options:
         units=units,
         backward_order=_backward_order(names, tree),
         frozen=tuple(frozen),
-        warnings=(*warnings, *_policy_warnings(policy, chosen)),
+        warnings=(*warnings, *_policy_warnings(policy, chosen), *view_warnings(chosen, policies, tree)),
     )
 
 
@@ -139,11 +141,26 @@ def _select(tree: ModuleTree, predicate: Predicate) -> tuple[list[NamedParameter
     return chosen, frozen, warnings
 
 
+def _refuse_sharded(chosen: Sequence[NamedParameter]) -> None:
+    """Refuse parameters that another library has already spread over a mesh; orthogonalising shards is not the same."""
+    found = [
+        f"{entry.name} on {entry.parameter.device_mesh} as {list(entry.parameter.placements)}"
+        for entry in chosen
+        if isinstance(entry.parameter, DTensor)
+    ]
+    if found:
+        raise UnsupportedFeature(
+            f"already distributed: {'; '.join(found)}; give the runtime plain parameters, before fully_shard or "
+            "parallelize_module, or leave these out of the predicate",
+            found,
+        )
+
+
 def _policy_warnings(policy: ParamPolicy, chosen: Sequence[NamedParameter]) -> list[str]:
     return [
         f"overrides[{index}] ({', '.join(override.tokens)}) matches no managed parameter"
         for index, override in enumerate(policy.overrides)
-        if not any(override.matches(entry.name) for entry in chosen)
+        if not any(override.matches(entry.names) for entry in chosen)
     ]
 
 

@@ -1,7 +1,8 @@
 """What happens to each parameter: ``param_policy`` resolved field by field, and the rule that decided.
 
 Order: field defaults, ``defaults``, then every matching override in list order. An override matches when any of its
-tokens is a substring of the parameter's full name; without a selector it matches everything.
+tokens is a substring of the parameter's full name (of any of them, if a tensor is tied); without a selector it matches
+everything.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from dmuon_runtime.errors import PolicyError, SettingError
+from dmuon_runtime.matrices import MATRIX_VIEWS, MatrixView
 
 __all__ = [
     "DTYPE_NAMES", "ROUTES", "Override", "ParamPolicy", "PolicyFields", "Route", "RouteHintFn", "dtype_name",
@@ -26,7 +28,7 @@ RouteHintFn = Callable[[str, nn.Parameter], "str | None"]
 
 _ROUTE_ALIASES: Mapping[str, Route] = {
     "muon": "muon", "matrix": "muon", "matrix_optimizer": "muon",
-    "adamw": "adamw", "base": "adamw", "base_adamw": "adamw", "dedicated_adamw": "adamw",
+    "adamw": "adamw", "base": "adamw", "base_adamw": "adamw", "base_optimizer": "adamw", "dedicated_adamw": "adamw",
     "sharded_adamw": "sharded_adamw", "sharded": "sharded_adamw", "base_sharded": "sharded_adamw",
     "sharded_collective": "sharded_adamw", "base_sharded_adamw": "sharded_adamw",
 }  # fmt: skip
@@ -56,10 +58,10 @@ class PolicyFields:
     cast_forward_inputs: bool = False
     master_dtype: torch.dtype | None = torch.float32
     optim_dtype: torch.dtype | None = torch.float32
-    matrix_view: Literal["flatten", "experts"] | None = None
-    """Reading of a tensor with more than two dims: (dim 0, rest), or a batch of matrices in the last two dims."""
+    matrix_view: MatrixView | None = None
+    """How the tensor is read as [outputs, inputs]: see :mod:`dmuon_runtime.matrices`."""
     split_rows: tuple[int, ...] = ()
-    """Row counts of the blocks that are matrices of their own; empty: the matrix is one."""
+    """Outputs of each block that is a matrix of its own (queries, keys, values); empty: the matrix is one."""
     rule: str = "defaults"
     """What set the route: ``defaults``, ``overrides[i]`` or ``route_hint_fn``."""
     matched_overrides: tuple[int, ...] = ()
@@ -75,9 +77,9 @@ class Override:
     tokens: tuple[str, ...]
     changes: Mapping[str, object]
 
-    def matches(self, name: str) -> bool:
-        """Tell whether any token is a substring of ``name``."""
-        return not self.tokens or any(token in name for token in self.tokens)
+    def matches(self, names: Sequence[str]) -> bool:
+        """Tell whether any token is a substring of any of ``names``, the names of one tensor."""
+        return not self.tokens or any(token in name for token in self.tokens for name in names)
 
 
 @dataclass(frozen=True)
@@ -126,9 +128,9 @@ def _parse_field(key: str, value: object) -> object:
             return value
         raise SettingError(f"cast_forward_inputs must be true or false, not {value!r}")
     if key == "matrix_view":
-        if value in (None, "flatten", "experts"):
+        if value is None or value in MATRIX_VIEWS:
             return value
-        raise SettingError(f'matrix_view must be "flatten" or "experts", not {value!r}')
+        raise SettingError(f"matrix_view must be one of {', '.join(MATRIX_VIEWS)}, not {value!r}")
     if value is None:
         return ()
     rows = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else ()
@@ -206,19 +208,19 @@ def _apply(policy: PolicyFields, changes: Mapping[str, object]) -> PolicyFields:
 
 
 def resolve_policy(
-    name: str, parameter: nn.Parameter, policy: ParamPolicy, route_hint_fn: RouteHintFn | None
+    names: Sequence[str], parameter: nn.Parameter, policy: ParamPolicy, route_hint_fn: RouteHintFn | None
 ) -> PolicyFields:
-    """Return the policy of the parameter ``name`` and the rule that gave it its route."""
+    """Return the policy of a parameter and the rule that gave it its route; a tied one has several ``names``."""
     resolved = _apply(PolicyFields(), policy.defaults)
     if route_hint_fn is not None:
-        hint = route_hint_fn(name, parameter)
+        hint = route_hint_fn(names[0], parameter)
         if hint is not None:
             try:
                 resolved = replace(resolved, route=parse_route(hint), rule="route_hint_fn")
             except SettingError as error:
-                raise PolicyError(f"route_hint_fn({name!r}): {error}", (name,)) from None
+                raise PolicyError(f"route_hint_fn({names[0]!r}): {error}", names) from None
     for index, override in enumerate(policy.overrides):
-        if override.matches(name):
+        if override.matches(names):
             resolved = _apply(resolved, override.changes)
             matched = (*resolved.matched_overrides, index)
             rule = f"overrides[{index}]" if "route" in override.changes else resolved.rule

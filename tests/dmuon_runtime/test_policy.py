@@ -13,7 +13,7 @@ WEIGHT = nn.Parameter(torch.zeros(2, 2))
 
 
 def _resolve(name: str, policy: dict[str, object] | None) -> PolicyFields:
-    return resolve_policy(name, WEIGHT, parse_param_policy(policy), None)
+    return resolve_policy([name], WEIGHT, parse_param_policy(policy), None)
 
 
 def test_later_overrides_change_only_what_they_set() -> None:
@@ -41,13 +41,20 @@ def test_without_a_policy_everything_is_muon() -> None:
     assert _resolve("x", None) == PolicyFields()
 
 
+def test_a_tied_parameter_answers_to_each_of_its_names() -> None:
+    policy = parse_param_policy({"overrides": [{"name": "embed", "set": {"route": "sharded"}}]})
+    for names in (["lm_head.weight", "embed.weight"], ["embed.weight", "lm_head.weight"]):
+        assert resolve_policy(names, WEIGHT, policy, None).route == "sharded_adamw"
+    assert resolve_policy(["lm_head.weight"], WEIGHT, policy, None).route == "muon"
+
+
 def test_route_hint_decides_and_is_recorded() -> None:
-    hinted = resolve_policy("x", WEIGHT, parse_param_policy(None), lambda name, parameter: "sharded")
+    hinted = resolve_policy(["x"], WEIGHT, parse_param_policy(None), lambda name, parameter: "sharded")
     assert (hinted.route, hinted.rule) == ("sharded_adamw", "route_hint_fn")
-    silent = resolve_policy("x", WEIGHT, parse_param_policy(None), lambda name, parameter: None)
+    silent = resolve_policy(["x"], WEIGHT, parse_param_policy(None), lambda name, parameter: None)
     assert (silent.route, silent.rule) == ("muon", "defaults")
     with pytest.raises(PolicyError, match="sgd"):
-        resolve_policy("x", WEIGHT, parse_param_policy(None), lambda name, parameter: "sgd")
+        resolve_policy(["x"], WEIGHT, parse_param_policy(None), lambda name, parameter: "sgd")
 
 
 MISTAKES: list[tuple[dict[str, object], str]] = [

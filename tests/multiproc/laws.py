@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -31,7 +31,8 @@ class Setting:
     """Largest relative error of any tensor, by its norm."""
     weight_decay: float = 0.1
     group_policy: str = "isolated"
-    splits: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    make_boundary: Callable[[nn.Module], Callable[[nn.Module], bool]] | None = None
+    """Gives the ``hook_boundary_predicate`` of a model; None: the default boundaries."""
 
 
 @dataclass
@@ -61,6 +62,7 @@ def dedicate(model: nn.Module, setting: Setting) -> Run:
         world_mesh(),
         lambda name, parameter: parameter.requires_grad,
         param_policy=setting.policy,
+        hook_boundary_predicate=setting.make_boundary(model) if setting.make_boundary else None,
         reshard_after_forward=setting.reshard,
         process_group_policy=setting.group_policy,  # type: ignore[arg-type]
     )
@@ -97,18 +99,23 @@ def hold_to_reference(
     build: Callable[[], nn.Module] = make,
     loop: Callable[[Run, Setting], None] | None = None,
     reference_backward: Backward | None = None,
+    routes: Mapping[str, str] | None = None,
 ) -> Run:
-    """Train both and compare all weights; ``loop`` replaces the plain loop of backward, clip, step, zero_grad."""
+    """Train both and compare all weights; ``loop`` replaces the plain loop of backward, clip, step, zero_grad.
+
+    ``routes`` are those of the reference, where they are not the plan's.
+    """
     setting = setting or Setting()
     plain = build().to(device_type())
     run = dedicate(build(), setting)
     plan = dmuon.get_plan(run.model)
     trainer = ReferenceTrainer(
         plain,
-        {entry.name: entry.route for entry in plan.parameters},
+        routes or {entry.name: entry.route for entry in plan.parameters},
         dist.get_world_size(),
         weight_decay=setting.weight_decay,
-        splits=setting.splits,
+        splits={entry.name: entry.split_rows for entry in plan.parameters if entry.split_rows},
+        views={entry.name: entry.matrix_view for entry in plan.parameters if entry.matrix_view},
         max_norm=setting.max_norm,
     )
     if loop is None:

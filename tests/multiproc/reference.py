@@ -37,7 +37,7 @@ class PolarNewtonSchulz(NewtonSchulz):
 
 @dataclass
 class ReferenceTrainer:
-    """``routes`` maps parameter names to routes; ``splits`` to row blocks; ``experts`` names batches of matrices."""
+    """``routes`` maps parameter names to routes, ``splits`` to row blocks, ``views`` to how they hold matrices."""
 
     model: nn.Module
     routes: Mapping[str, str]
@@ -48,6 +48,7 @@ class ReferenceTrainer:
     adamw_lr: float = 1e-3
     adamw_weight_decay: float = 0.01
     splits: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    views: Mapping[str, str] = field(default_factory=dict)
     max_norm: float | None = None
     state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     num_updates: dict[str, int] = field(default_factory=dict)
@@ -83,9 +84,13 @@ class ReferenceTrainer:
         self.state[name]["m"] = new
         ahead = gradient + self.momentum * new
         weight *= 1 - self.lr * self.weight_decay
-        blocks = ahead.split(list(self.splits.get(name, [ahead.shape[-2]])), dim=-2)
+        view = self.views.get(name, "")
+        matrix = ahead.flatten(1) if view == "flatten" else ahead
+        matrix = matrix.mT if "transposed" in view else matrix
+        blocks = matrix.split(list(self.splits.get(name, [matrix.shape[-2]])), dim=-2)
         scaled = [_quintic(b, 5).to(b.dtype) * 0.2 * math.sqrt(max(b.shape[-2:])) for b in blocks]
-        weight -= self.lr * torch.cat(scaled, dim=-2)
+        change = torch.cat(scaled, dim=-2)
+        weight -= self.lr * (change.mT if "transposed" in view else change).reshape(weight.shape)
 
     def _adamw(self, name: str, weight: Tensor, gradient: Tensor) -> None:
         zeros = {"m": torch.zeros_like(weight), "v": torch.zeros_like(weight)}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from tests.multiproc.harness import run_ranks
 from tests.multiproc.laws import Setting, hold_to_reference
@@ -54,3 +56,45 @@ def test_ranks_call_differently(reshard: bool) -> None:
 def test_ranks_call_alike(calls: tuple[int, ...]) -> None:
     """The same calls on both ranks: once each, and repeated with one block skipped everywhere."""
     run_ranks(2, _modes, True, (calls,))
+
+
+class _PassingBlock(nn.Module):
+    """The first makes a tensor that all others only hand on, as relative position biases are."""
+
+    def __init__(self, makes: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(12, 20)
+        self.down = nn.Linear(20, 12, bias=False)
+        if makes:
+            self.gain = nn.Parameter(torch.ones(12))
+
+    def forward(self, x: Tensor, shared: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the block's output and the shared tensor [12]."""
+        shared = self.gain.sin() if shared is None else shared
+        return x + self.down(F.gelu(self.up(x) * shared.mean())), shared
+
+
+class _Passing(ToyLM):
+    """Blocks return one of their inputs as it is: its gradient comes when their own backward is over."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.layers = nn.ModuleList(_PassingBlock(index == 0) for index in range(3))
+
+    def forward(self, tokens: Tensor, calls: tuple[int, ...] = (1, 1, 1)) -> Tensor:
+        """Return logits."""
+        x, shared = self.embed(tokens), None
+        for block in self.layers:
+            x, shared = block(x, shared)
+        return self.lm_head(self.norm(x))
+
+
+def _passed_through() -> None:
+    for reshard in (True, False):
+        hold_to_reference(calling(((1, 1, 1),)), _setting(reshard), lambda: _Passing().double())
+
+
+def test_inputs_handed_on() -> None:
+    """An output that is an input gets its gradient after the unit is done; it must not bring the weights back."""
+    run_ranks(2, _passed_through)

@@ -124,8 +124,8 @@ def _policies() -> None:
     def backward(model: nn.Module, step: int, rank: int) -> None:
         lm_loss(model, batch(step, rank)).backward()
 
-    blocks = {f"layers.{i}.up.weight": (8, 12) for i in range(3)}
-    hold_to_reference(backward, Setting(policy=SPLIT, splits=blocks))
+    run = hold_to_reference(backward, Setting(policy=SPLIT))
+    assert [p.split_rows for p in dmuon.get_plan(run.model).parameters if "up.weight" in p.name] == [(8, 12)] * 3
     model = make(dtype=torch.float32)
     run = dedicate(model, Setting(policy=HALF))
     losses = []

@@ -113,7 +113,7 @@ def test_closing_table(world: World, client: Client) -> None:
     text = shown(client, finished(world))
     assert "SUCCEEDED" in text and "loss 5 -> 2" in text
     assert "matrices planned 6, counted 6; routes verified" in text
-    rows = {line.split("│")[1].strip(): line for line in text.splitlines() if line.startswith("│")}
+    rows = {line.split()[0]: line for line in text.splitlines() if line.startswith("  ") and line.strip()}
     assert "83.3%" in rows["muon"] and "6 kB" in rows["muon"]
     assert "33.3%" in rows["0"] and "gram" in rows["cublas"]
 

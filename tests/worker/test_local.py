@@ -44,7 +44,7 @@ def trained(world_size: int, micro_batch: int, saved: Path) -> tuple[dict[str, t
     end = run_local(tiny_spec(world_size, training=training, optimizer=optimizer), told.append, save=saved)
     assert end.reason == Reason.COMPLETED, end
     verified = [body for body in told if isinstance(body, Milestone) and body.name == "routes_verified"]
-    assert len(verified) == world_size and all(body.data["ok"] for body in verified)
+    assert [body.data["ok"] for body in verified] == [True], "rank 0 speaks for all unless another one differs"
     losses = [body.loss for body in told if isinstance(body, RankReport) and body.rank == 0]
     return torch.load(saved, weights_only=True), losses
 

@@ -146,7 +146,7 @@ class PolicyFields(Section):
     grad_dtype: DType | None = None
     output_dtype: DType | None = None
     cast_forward_inputs: bool | None = None
-    matrix_view: Literal["flatten", "experts"] | None = None
+    matrix_view: Literal["flatten", "experts", "transposed", "experts_transposed"] | None = None
     split_rows: tuple[Annotated[int, Field(ge=1)], ...] | None = None
 
 
