@@ -321,13 +321,19 @@ def _refuse_non_matrices(matrices: Sequence[Tensor]) -> None:
         if g.dim() < 2 or not g.dtype.is_floating_point
     ]
     if bad:
-        raise ValueError(f"Newton-Schulz takes floating tensors [..., m, n], found {'; '.join(bad)}")
+        raise ValueError(
+            f"Newton-Schulz takes floating tensors [..., m, n], found {'; '.join(bad)}: cast integers to a floating "
+            "dtype, split complex tensors, and give vectors two dims or to AdamW"
+        )
 
 
 def _checked_restarts(restarts: Sequence[int]) -> tuple[int, ...]:
-    bad = [restart for restart in restarts if restart < 1]
+    bad = [restart for restart in restarts if not isinstance(restart, int) or restart < 1]
     if bad or len(set(restarts)) != len(restarts):
-        raise ValueError(f"restart_iterations must be different steps of at least 1, found {list(restarts)}")
+        raise ValueError(
+            f"restart_iterations must be different whole steps of at least 1 (0-based; step 0 always starts anew), "
+            f"found {list(restarts)}"
+        )
     return tuple(sorted(restarts))
 
 

@@ -95,7 +95,9 @@ def check_runs(choice: KernelChoice, device: torch.device) -> None:
         return
     ok, detail = KERNELS[choice.name].available(device)
     if not ok:
-        raise KernelUnavailable(choice.name, f"{detail} (asked for by {choice.decided_by})")
+        raise KernelUnavailable(
+            choice.name, f"{detail} (asked for by {choice.decided_by}); auto takes the best that runs here"
+        )
 
 
 def say_what_auto_is(name: str, device: torch.device) -> None:
