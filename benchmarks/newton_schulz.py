@@ -109,21 +109,35 @@ def contestants(stacks: Sequence[Tensor]) -> dict[str, Callable[[], object]]:
         "ours static": dmuon.NewtonSchulz(),
         "ours direct": dmuon.NewtonSchulz("direct"),
     }
+    if not torch.cuda.is_available():
+        ns = dmuon.NewtonSchulz()
+        found["ours, bf16 products"] = lambda: with_bf16_products(lambda: ns.orthogonalize(stacks, 5))
     ours["ours"].prepare([stack.shape for stack in stacks], stacks[0].dtype, stacks[0].device)
     return found | {name: lambda ns=ns: ns.orthogonalize(stacks, 5) for name, ns in ours.items()}
 
 
-def error_against_fp64(stack: Tensor) -> float:
-    """Relative Frobenius error of ours on the first matrix of ``stack``, against the same polynomial in fp64."""
-    ns = dmuon.NewtonSchulz("gram")
-    coefficients, _ = ns.plan(5)
+def with_bf16_products(call: Callable[[], object]) -> object:
+    """Let torch multiply fp32 matrices in bfloat16 during ``call``: what a CPU with such units is fast at."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        return call()
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def error_against_fp64(
+    stack: Tensor, call: Callable[[Sequence[Tensor]], list[Tensor]], coefficients: Sequence[Sequence[float]]
+) -> float:
+    """Relative Frobenius error of ``call`` on the first matrix of ``stack``, against the same polynomial in fp64."""
     x = stack[0].double()
     x = x / x.norm()
     x = x.mT if x.shape[0] > x.shape[1] else x
     for a, b, c in coefficients:
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    ours = ns.orthogonalize([stack], 5)[0][0].double()
+    ours = call([stack])[0].double()
+    ours = ours[0] if ours.dim() == 3 else ours
     ours = ours.mT if stack.shape[1] > stack.shape[2] else ours
     return float((ours - x).norm() / x.norm())
 
@@ -158,7 +172,10 @@ def run_case(name: str, case: Sequence[Shape], rounds: int, tflops: float) -> di
     peer = min(value for name, value in times.items() if not name.startswith("ours"))
     row: dict[str, Any] = {"case": name, **times, "ratio": times["ours"] / peer}
     row |= {"of ideal": ideal_ms(case, tflops) / times["ours"], "prepare s": prepare_s}
-    return row | {"error": max(map(error_against_fp64, stacks))}
+    ns = dmuon.NewtonSchulz()
+    row["error"] = max(error_against_fp64(stack, ns.orthogonalize, ns.plan(5)[0]) for stack in stacks)
+    row["torch's error"] = max(error_against_fp64(stack[:1], torch_muon, [KELLER_JORDAN] * 5) for stack in stacks)
+    return row
 
 
 def first_call_s() -> dict[str, dict[str, float]]:

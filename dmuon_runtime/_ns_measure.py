@@ -10,6 +10,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -34,6 +35,8 @@ ROUNDS: Final = 7
 WORK_FLOPS: Final = 2e11
 """About what is timed together as one sample on CUDA."""
 MAX_ERROR: Final = 1e-2
+MAX_ELEMENTS: Final = 2**29
+"""Larger batches are timed by a part of them: what is measured must fit beside a model."""
 Call = Callable[[], object]
 
 
@@ -97,7 +100,8 @@ class Measuring:
         self._store.add({key: best})
 
     def _form_calls(self, form: Form) -> dict[str, Call]:
-        shape = (form.num_matrices, form.short_dim, form.long_dim)
+        b = min(form.num_matrices, max(1, MAX_ELEMENTS // (form.short_dim * form.long_dim)))
+        shape = (b, form.short_dim, form.long_dim)
         x = torch.randn(shape, device=self._device, dtype=self._dtype) / (form.short_dim * form.long_dim) ** 0.5
 
         def call(algorithm: str) -> Call:
@@ -109,7 +113,9 @@ class Measuring:
 
     def _tile_calls(self, product: Product) -> dict[str, Call]:
         """Name to a call of each candidate whose result is right."""
-        b, n, k = product.num_matrices, product.short_dim, product.inner_dim
+        n, k = product.short_dim, product.inner_dim
+        b = min(product.num_matrices, max(1, MAX_ELEMENTS // (n * max(n, k))))
+        timed = replace(product, num_matrices=b)
         x = torch.randn((b, n, k) if product.contiguous else (b, k, n), device=self._device, dtype=self._dtype)
         left = (x if product.contiguous else x.mT).mul_(k**-0.5)
         c = torch.bmm(left, left.mT) if product.with_c else None
@@ -118,11 +124,11 @@ class Measuring:
         expected = KERNELS["cublas"].symmetric(left, left.mT, c, alpha=alpha, beta=beta)
 
         def call(tile: str) -> Call:
-            kernel = KERNELS["quack"].tuned({product.key: tile})
+            kernel = KERNELS["quack"].tuned({timed.key: tile})
             return lambda: kernel.symmetric(left, left.mT, c, alpha=alpha, beta=beta, out=out)
 
         right: dict[str, Call] = {}
-        for tile in candidate_tiles(product):
+        for tile in candidate_tiles(timed):
             call(tile)()
             error = float((out.float() - expected.float()).norm() / expected.float().norm())
             if error <= MAX_ERROR:

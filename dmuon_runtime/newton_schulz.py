@@ -160,7 +160,7 @@ class NewtonSchulz:
         coefficients, restarts = self.plan(steps)
         store = choice_store(device)
         measuring = Measuring(device, compute_dtype(dtype, device), Recipe(coefficients, restarts), store, progress)
-        with LEDGER.muted():
+        with LEDGER.muted(), torch.cuda.device(device if device.type == "cuda" else -1):
             for shapes in calls:
                 measuring.forms(self._forms_of(shapes, dtype, device, Recipe(coefficients, restarts)))
             self._choices = Choices({**self._choices.entries, **measuring.found})
