@@ -1,18 +1,27 @@
 """Newton-Schulz against its peers, interleaved in one process, every result checked against fp64.
 
-    python -m benchmarks.newton_schulz [--quick]
+    python -m benchmarks.newton_schulz [--quick] [--first-call]
+
+"ours" is prepared (measured choices), "ours static" is not. ``--first-call`` also times a first call in two processes,
+with empty compiler caches and with those that the first one left.
 
 On a GPU: torch.optim.Muon's function, gram-newton-schulz (eager and compiled, where it is importable) and ours, on
-single matrices, batches and mixed groups of one short side. On a CPU: torch.optim.Muon's function and ours.
+single matrices, batches, mixed groups of one short side, a whole layer, and one rank's share of two models. On a CPU:
+torch.optim.Muon's function and ours.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import math
+import os
+import subprocess
 import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,8 +32,10 @@ from torch.optim import _muon
 import dmuon_runtime as dmuon
 from benchmarks.common import interleaved_ms, print_table, write_result
 from dmuon_runtime._ns_iterations import ns_flops
+from dmuon_runtime.matrices import MatrixShape
+from dmuon_runtime.partition import WorkItem, assign_owners, owner_cost
 
-__all__ = ["main"]
+__all__ = ["gpu_cases", "main", "share_of_rank"]
 
 Shape = tuple[int, int, int]
 CPU_CASES: tuple[tuple[Shape, ...], ...] = (
@@ -38,9 +49,40 @@ GPU_CASES: tuple[tuple[Shape, ...], ...] = (
     ((2, 4096, 4096), (3, 4096, 14336)), ((4, 2048, 2048), (3, 2048, 8192)), ((16, 2048, 2048), (12, 2048, 8192)),
     ((8, 1024, 1024), (8, 1024, 4096)),
 )  # fmt: skip
+LLAMA_LAYER: tuple[Shape, ...] = ((2, 4096, 4096), (2, 1024, 4096), (2, 14336, 4096), (1, 4096, 14336))
+"""q and o, k and v, gate and up, down of one layer of Llama-3-8B."""
+QWEN_LAYER: tuple[Shape, ...] = ((2, 2048, 2048), (2, 1024, 2048), (2, 6144, 2048), (1, 2048, 6144))
+"""The same of Qwen3-1.7B."""
+NUM_RANKS = 8
+FIRST_CALL: tuple[Shape, ...] = ((1, 2048, 2048), (1, 2048, 8192))
 KELLER_JORDAN = (3.4445, -4.7750, 2.0315)
-SLOW_LOOP = 8
-"""torch.optim.Muon loops over matrices: batches of this size or more are timed with fewer rounds."""
+SLOW_MATRICES = 8
+"""torch.optim.Muon loops over matrices: cases with more of them are timed in fewer rounds."""
+
+
+def share_of_rank(layer: Sequence[Shape], num_layers: int) -> tuple[Shape, ...]:
+    """Return what rank 0 of :data:`NUM_RANKS` owns of a model of ``num_layers`` such layers, equal sizes together."""
+    matrices = [MatrixShape(1, rows, cols) for count, rows, cols in layer for _ in range(count)] * num_layers
+    items = [
+        WorkItem(f"{index:04}", owner_cost([matrix], 0, "ns_flops"), str(index // 7), min(matrix.rows, matrix.columns))
+        for index, matrix in enumerate(matrices)
+    ]
+    owners = assign_owners(items, NUM_RANKS)
+    mine = Counter((m.rows, m.columns) for m, owner in zip(matrices, owners, strict=True) if owner == 0)
+    return tuple((number, *size) for size, number in mine.items())
+
+
+def gpu_cases() -> dict[str, tuple[Shape, ...]]:
+    """Name to stacks."""
+    named = {_name(case): case for case in GPU_CASES}
+    named["Llama-3-8B layer"] = LLAMA_LAYER
+    named["Qwen3-1.7B, 1 of 8 ranks"] = share_of_rank(QWEN_LAYER, 28)
+    named["Llama-3-8B, 1 of 8 ranks"] = share_of_rank(LLAMA_LAYER, 32)
+    return named
+
+
+def _name(case: Sequence[Shape]) -> str:
+    return " + ".join("x".join(map(str, shape)) for shape in case)
 
 
 def torch_muon(stacks: Sequence[Tensor]) -> list[Tensor]:
@@ -62,23 +104,40 @@ def contestants(stacks: Sequence[Tensor]) -> dict[str, Callable[[], object]]:
     eager, compiled = gram_newton_schulz(compile_kwargs=None), gram_newton_schulz()
     if eager and compiled:
         found |= {"gns eager": lambda: eager(stacks), "gns compiled": lambda: compiled(stacks)}
-    for backend in ("gram", "direct"):
-        ns = dmuon.NewtonSchulz(backend)
-        found[f"ours {backend}"] = lambda ns=ns: ns.orthogonalize(stacks, 5)
-    return found
+    ours = {
+        "ours": dmuon.NewtonSchulz(),
+        "ours static": dmuon.NewtonSchulz(),
+        "ours direct": dmuon.NewtonSchulz("direct"),
+    }
+    if not torch.cuda.is_available():
+        ns = dmuon.NewtonSchulz()
+        found["ours, bf16 products"] = lambda: with_bf16_products(lambda: ns.orthogonalize(stacks, 5))
+    ours["ours"].prepare([stack.shape for stack in stacks], stacks[0].dtype, stacks[0].device)
+    return found | {name: lambda ns=ns: ns.orthogonalize(stacks, 5) for name, ns in ours.items()}
 
 
-def error_against_fp64(stack: Tensor) -> float:
-    """Relative Frobenius error of ours on the first matrix of ``stack``, against the same polynomial in fp64."""
-    ns = dmuon.NewtonSchulz("gram")
-    coefficients, _ = ns.plan(5)
+def with_bf16_products(call: Callable[[], object]) -> object:
+    """Let torch multiply fp32 matrices in bfloat16 during ``call``: what a CPU with such units is fast at."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        return call()
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def error_against_fp64(
+    stack: Tensor, call: Callable[[Sequence[Tensor]], list[Tensor]], coefficients: Sequence[Sequence[float]]
+) -> float:
+    """Relative Frobenius error of ``call`` on the first matrix of ``stack``, against the same polynomial in fp64."""
     x = stack[0].double()
     x = x / x.norm()
     x = x.mT if x.shape[0] > x.shape[1] else x
     for a, b, c in coefficients:
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    ours = ns.orthogonalize([stack], 5)[0][0].double()
+    ours = call([stack])[0].double()
+    ours = ours[0] if ours.dim() == 3 else ours
     ours = ours.mT if stack.shape[1] > stack.shape[2] else ours
     return float((ours - x).norm() / x.norm())
 
@@ -100,41 +159,71 @@ def ideal_ms(case: Sequence[Shape], tflops: float) -> float:
     return flops / tflops / 1e9
 
 
-def run_case(case: Sequence[Shape], rounds: int, tflops: float) -> dict[str, Any]:
+def run_case(name: str, case: Sequence[Shape], rounds: int, tflops: float) -> dict[str, Any]:
     """Time one case; return its row."""
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     torch.manual_seed(sum(map(sum, case)))
     stacks = [torch.randn(shape, device=device, dtype=dtype) for shape in case]
-    calls = contestants(stacks)
     begin = time.perf_counter()
-    calls["ours gram"]()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    first_s = time.perf_counter() - begin
-    times = interleaved_ms(calls, rounds=rounds, warmup=3)
-    ours = min(times["ours gram"], times["ours direct"])
+    calls = contestants(stacks)
+    prepare_s = time.perf_counter() - begin
+    slow = device == "cuda" and sum(shape[0] for shape in case) > SLOW_MATRICES
+    times = interleaved_ms(calls, rounds=5 if slow else rounds, warmup=3)
     peer = min(value for name, value in times.items() if not name.startswith("ours"))
-    row: dict[str, Any] = {"case": " + ".join("x".join(map(str, shape)) for shape in case), **times}
-    row |= {"ratio": times["ours gram"] / peer, "best ratio": ours / peer}
-    row |= {"of ideal": ideal_ms(case, tflops) / times["ours gram"], "first call s": first_s}
-    return row | {"error": max(map(error_against_fp64, stacks))}
+    row: dict[str, Any] = {"case": name, **times, "ratio": times["ours"] / peer}
+    row |= {"of ideal": ideal_ms(case, tflops) / times["ours"], "prepare s": prepare_s}
+    ns = dmuon.NewtonSchulz()
+    row["error"] = max(error_against_fp64(stack, ns.orthogonalize, ns.plan(5)[0]) for stack in stacks)
+    row["torch's error"] = max(error_against_fp64(stack[:1], torch_muon, [KELLER_JORDAN] * 5) for stack in stacks)
+    return row
+
+
+def first_call_s() -> dict[str, dict[str, float]]:
+    """Seconds of a first call in a process with empty compiler caches, and in one that finds them filled."""
+    with tempfile.TemporaryDirectory() as folder:
+        names = ("QUACK_CACHE_DIR", "TRITON_CACHE_DIR", "DMUON_CACHE_DIR")
+        environment = os.environ | {name: f"{folder}/{name.lower()}" for name in names}
+        command = [sys.executable, "-m", "benchmarks.newton_schulz", "--child"]
+        answers = [
+            subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+            for _ in range(2)
+        ]
+    return {name: json.loads(text.splitlines()[-1]) for name, text in zip(("cold", "cached"), answers, strict=True)}
+
+
+def child() -> int:
+    """Print the seconds of a first and of a second, unprepared call."""
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    stacks = [torch.randn(shape, device=device, dtype=dtype) for shape in FIRST_CALL]
+    ns, seconds = dmuon.NewtonSchulz(), []
+    for _ in range(2):
+        begin = time.perf_counter()
+        ns.orthogonalize(stacks, 5)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    print(json.dumps({"first": seconds[0], "second": seconds[1]}))
+    return 0
 
 
 def main(arguments: list[str]) -> int:
     """Run, print, write; return the exit status."""
+    if "--child" in arguments:
+        return child()
     cuda = torch.cuda.is_available()
-    cases = GPU_CASES if cuda else CPU_CASES
+    cases = gpu_cases() if cuda else {_name(case): case for case in CPU_CASES}
     rounds = 7 if "--quick" in arguments or not cuda else 20
     tflops = ceiling_tflops(torch.float16 if cuda else torch.float32)
-    rows = [run_case(case, rounds, tflops) for case in cases]
+    rows = [run_case(name, case, rounds, tflops) for name, case in cases.items()]
     print_table(list(rows[0]), [list(row.values()) for row in rows])
-    single = [row for case, row in zip(cases, rows, strict=True) if len(case) == 1]
+    single = [row for case, row in zip(cases.values(), rows, strict=True) if len(case) == 1]
     mean = math.exp(sum(math.log(row["ratio"]) for row in single) / len(single))
-    print(f"geometric mean of the ratio over {len(single)} shapes: {mean:.3f}; ceiling {tflops:.0f} TFLOP/s")
-    dtype = "bfloat16" if cuda else "float32"
-    write_result(
-        "newton_schulz", rows, unit="milliseconds, median", input_dtype=dtype, geometric_mean=mean, ceiling=tflops
-    )
+    print(f"geometric mean of the ratio over {len(single)} shapes: {mean:.3f}; ceiling {tflops:.3g} TFLOP/s")
+    facts: dict[str, Any] = {"input_dtype": "bfloat16" if cuda else "float32", "ceiling": tflops}
+    if "--first-call" in arguments:
+        facts["first_call_s"] = first_call_s()
+        print("first call, seconds:", facts["first_call_s"])
+    write_result("newton_schulz", rows, unit="milliseconds, median", geometric_mean=mean, **facts)
     return 0
 
 

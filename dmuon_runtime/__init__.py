@@ -38,6 +38,7 @@ from dmuon_runtime.newton_schulz import (
 )
 from dmuon_runtime.outcome import StepOutcome
 from dmuon_runtime.plan import BucketPlan, ParameterPlan, RankPlan, RuntimePlan, Traffic, UnitPlan
+from dmuon_runtime.restarts import RestartChoice, search_restarts
 from dmuon_runtime.runtime import fail_together, get_counters, get_plan, no_sync
 from dmuon_runtime.state import get_model_state_dict, set_model_state_dict
 from dmuon_runtime.summaries import summarize_comm_plan, summarize_param_groups
@@ -69,6 +70,7 @@ __all__ = [
     "PlanMismatch",
     "PolicyError",
     "RankPlan",
+    "RestartChoice",
     "RouteRefused",
     "RuntimePlan",
     "SettingError",
@@ -94,6 +96,7 @@ __all__ = [
     "no_sync",
     "orthogonality_error",
     "plan_params",
+    "search_restarts",
     "set_model_state_dict",
     "summarize_comm_plan",
     "summarize_param_groups",

@@ -1,4 +1,4 @@
-"""CUDA graphs of Newton-Schulz groups: one graph a group, with bounded memory.
+"""CUDA graphs of Newton-Schulz groups: one graph a group, bounded in number and in memory.
 
 A graph is keyed by everything that could change the work. Its inputs lie in an arena that all graphs share and its
 temporaries in one memory pool, which is safe because a group's inputs are written right before its replay and its
@@ -8,6 +8,7 @@ ledger at every replay.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,11 @@ Unfinished = tuple[list[Long], Tensor]
 Work = Callable[[Sequence[Tensor]], Unfinished]
 
 MAX_GRAPHS = 64
+MAX_SEEN = 1024
+"""Keys remembered as having run once."""
+MAX_MEMORY_SHARE = 0.25
+"""Of the device's memory, for what graphs keep between replays."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -43,16 +49,26 @@ class Captured:
         LEDGER.add_launches(self.launches)
         return self.unfinished
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What it keeps alive between replays."""
+        longs, q = self.unfinished
+        return [*self.inputs, *(long.x for long in longs), q]
+
 
 class GraphCache:
-    """Graphs by key, the least recently used leaving first."""
+    """Graphs by key, the least recently used leaving first when there are too many or they keep too much memory.
 
-    def __init__(self, max_graphs: int = MAX_GRAPHS) -> None:
+    The newest always stays. Temporaries, which all graphs share, are not counted.
+    """
+
+    def __init__(self, max_graphs: int = MAX_GRAPHS, max_bytes: int | None = None) -> None:
         self._graphs: OrderedDict[Hashable, Captured] = OrderedDict()
-        self._seen: set[Hashable] = set()
-        self._arenas: dict[torch.device, Tensor] = {}
+        self._seen: OrderedDict[Hashable, None] = OrderedDict()
+        self._arenas: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._pools: dict[torch.device, Any] = {}
-        self._max_graphs = max_graphs
+        self._max_graphs, self._max_bytes = max_graphs, max_bytes
+        self._told = False
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -68,17 +84,19 @@ class GraphCache:
         """True from the second time on: the first runs eagerly, which compiles what the graph will launch."""
         if key in self._seen:
             return True
-        self._seen.add(key)
+        self._seen[key] = None
+        while len(self._seen) > MAX_SEEN:
+            self._seen.popitem(last=False)
         return False
 
     def inputs(self, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
         """Return views [b, rows, cols] of the shared arena, one a shape, none overlapping."""
         sizes = [-(-b * m * n // 64) * 64 for b, m, n in shapes]
         needed = sum(sizes)
-        arena = self._arenas.get(device)
-        if arena is None or arena.dtype != dtype or arena.numel() < needed:
+        arena = self._arenas.get((device, dtype))
+        if arena is None or arena.numel() < needed:
             arena = torch.empty(needed, dtype=dtype, device=device)
-            self._arenas[device] = arena  # an older arena lives on in the graphs that were captured on it
+            self._arenas[device, dtype] = arena  # an older arena lives on in the graphs that were captured on it
         views, begin = [], 0
         for shape, size in zip(shapes, sizes, strict=True):
             views.append(arena[begin : begin + shape[0] * shape[1] * shape[2]].view(shape))
@@ -94,10 +112,35 @@ class GraphCache:
         with LEDGER.recording() as launches, torch.cuda.device(device), capturing:
             unfinished = work(inputs)
         captured = Captured(graph, inputs, unfinished, launches)
-        self._graphs[key] = captured
-        while len(self._graphs) > self._max_graphs:
-            self._graphs.popitem(last=False)
+        self.keep(key, captured)
         return captured
+
+    def keep(self, key: Hashable, captured: Captured) -> None:
+        """Add a graph, and let the least recently used go where that is too much."""
+        self._graphs[key] = captured
+        limit = self._limit(captured.inputs[0].device)
+        while len(self._graphs) > 1 and (len(self._graphs) > self._max_graphs or self.held_bytes() > limit):
+            gone, _ = self._graphs.popitem(last=False)
+            self._seen.pop(gone, None)  # it has to run twice more before it is captured again
+            if not self._told:
+                self._told = True
+                _log.warning(
+                    "Newton-Schulz drops CUDA graphs: more than %d, or more than %.1f GiB, are needed in turn",
+                    self._max_graphs, limit / 2**30,
+                )  # fmt: skip
+
+    def held_bytes(self) -> int:
+        """Return the bytes of arenas and outputs that are kept, shared memory counted once."""
+        tensors = [*self._arenas.values(), *(x for captured in self._graphs.values() for x in captured.tensors)]
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+        return sum(storages.values())
+
+    def _limit(self, device: torch.device) -> float:
+        if self._max_bytes is not None:
+            return float(self._max_bytes)
+        if device.type != "cuda":
+            return float("inf")
+        return MAX_MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
 
     def clear(self) -> None:
         """Drop every graph and the memory behind them."""

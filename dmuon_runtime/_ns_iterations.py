@@ -19,10 +19,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from dmuon_runtime._elementwise import add_identity
 from dmuon_runtime.coefficients import Triple
 from dmuon_runtime.kernels import SymmetricKernel
 
@@ -69,9 +67,9 @@ class Long:
         """Return the factors whose product is ``Q X`` of the wide reading; ``q`` is [B, N, N] and symmetric."""
         return (self.x, q[self.rows]) if self.tall else (q[self.rows], self.x)
 
-    def multiply(self, q: Tensor) -> None:
+    def multiply(self, q: Tensor, kernel: SymmetricKernel) -> None:
         """Replace X by ``Q X`` of the wide reading."""
-        self.x = torch.bmm(*self.operands(q))
+        self.x = kernel.rectangular(*self.operands(q))
 
 
 def _stack(matrices: Sequence[Tensor]) -> tuple[list[Long], Tensor]:
@@ -102,7 +100,7 @@ def gram_iteration(
         if step == 0 or step in restarts:
             for long in longs:
                 if q is not None:
-                    long.multiply(q)
+                    long.multiply(q, kernel)
                 long.gram(kernel, r, "gram")
             q = None
         z = kernel.symmetric(r, r.mT, r, alpha=c, beta=b)
@@ -111,7 +109,7 @@ def gram_iteration(
             r_next = kernel.symmetric(rh, z.mT, rh, beta=a)
         else:
             r_next = r
-        q = add_identity(z, a) if q is None else kernel.symmetric(q, z.mT, q, beta=a)
+        q = kernel.add_identity(z, a) if q is None else kernel.symmetric(q, z.mT, q, beta=a)
         r = r_next
     assert q is not None, "no steps"
     return longs, q
@@ -126,8 +124,9 @@ def direct_iteration(
     for a, b, c in coefficients:
         for long in longs:
             if q is not None:
-                long.multiply(q)
+                long.multiply(q, kernel)
             long.gram(kernel, gram, "direct")
-        q = add_identity(kernel.symmetric(gram, gram.mT, gram, alpha=c, beta=b, algorithm="direct"), a)
+        z = kernel.symmetric(gram, gram.mT, gram, alpha=c, beta=b, algorithm="direct")
+        q = kernel.add_identity(z, a)
     assert q is not None, "no steps"
     return longs, q

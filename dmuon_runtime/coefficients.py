@@ -66,9 +66,14 @@ def validate_coefficients(coefficients: Sequence[Sequence[float]]) -> tuple[Trip
         raise CoefficientError("a coefficient set needs at least one triple (a, b, c), found none")
     triples: list[Triple] = []
     for index, entry in enumerate(coefficients):
-        values = [float(value) for value in entry]
+        try:
+            values = [float(value) for value in entry]
+        except (TypeError, ValueError):
+            values = []
         if len(values) != 3 or not all(map(math.isfinite, values)):
-            raise CoefficientError(f"coefficients[{index}] must be three finite numbers (a, b, c), found {values}")
+            raise CoefficientError(
+                f"coefficients[{index}] must be three finite numbers (a, b, c), found {entry!r}; give one triple a step"
+            )
         triples.append((values[0], values[1], values[2]))
     _refuse_divergence(tuple(triples))
     return tuple(triples)

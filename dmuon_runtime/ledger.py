@@ -45,6 +45,7 @@ class Ledger:
         self._counts: dict[Key, NsCount] = {}
         self._pending: deque[tuple[Key, torch.Event, torch.Event]] = deque()
         self._recording: Launches | None = None
+        self._is_muted = False
 
     def count_launch(self, kernel: str, algorithm: str) -> None:
         """Count one symmetric product, after its launch returned."""
@@ -63,6 +64,15 @@ class Ledger:
         finally:
             self._recording = None
 
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Count nothing: what is measured or compiled ahead updates no weight. Not for use beside other threads."""
+        before, self._is_muted = self._is_muted, True
+        try:
+            yield
+        finally:
+            self._is_muted = before
+
     def add_launches(self, launches: Launches) -> None:
         """Count what the replay of a captured graph launched."""
         for key, number in launches.items():
@@ -72,6 +82,9 @@ class Ledger:
     def orthogonalising(self, kernel: str, algorithm: str, num_matrices: int, device: torch.device) -> Iterator[None]:
         """Time a group and count its matrices; nothing is counted when the body raises."""
         key = (kernel, algorithm)
+        if self._is_muted:
+            yield
+            return
         if device.type == "cuda":
             first, last = (torch.Event(device, enable_timing=True) for _ in range(2))
             first.record(torch.cuda.current_stream(device))
@@ -92,6 +105,8 @@ class Ledger:
             return dict(self._counts)
 
     def _add(self, key: Key, *, launches: int = 0, matrices: int = 0, seconds: float = 0.0) -> None:
+        if self._is_muted:
+            return
         with self._lock:
             self._settle()
             self._bump(key, launches, matrices, seconds)

@@ -7,49 +7,52 @@ make its longer mantissa worth more than bfloat16's range) and in float32 on a C
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Sequence
 from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
-from dmuon_runtime._elementwise import normalize_into
-from dmuon_runtime._last_product import last_product
-from dmuon_runtime._ns_graphs import Captured, GraphCache, Unfinished
-from dmuon_runtime._ns_iterations import Long, decide_algorithm, direct_iteration, gram_iteration
+from dmuon_runtime._choice_store import choice_store
+from dmuon_runtime._ns_choices import Choices, Form
+from dmuon_runtime._ns_graphs import Captured, GraphCache
+from dmuon_runtime._ns_groups import (
+    Group,
+    Recipe,
+    by_shape,
+    compute_dtype,
+    decide_form,
+    empty_stack,
+    fill,
+    finish,
+    num_matrices_of,
+    stack_shapes,
+)
+from dmuon_runtime._ns_measure import Measuring
 from dmuon_runtime.coefficients import POLAR_EXPRESS_COEFFICIENTS, Triple, coefficients_for, validate_coefficients
-from dmuon_runtime.kernels import KERNELS
+from dmuon_runtime.kernels import SymmetricKernel
 from dmuon_runtime.kernels._registry import (
     CUBLAS,
     active_kernel,
     check_runs,
     decide_choice,
     default_device,
+    say_what_auto_is,
 )
 from dmuon_runtime.kernels._settings import kernel_from_environment
 from dmuon_runtime.ledger import LEDGER
+from dmuon_runtime.orthogonality import orthogonality_error
+from dmuon_runtime.restarts import default_restarts
 
 __all__ = [
-    "NewtonSchulz", "default_restarts", "direct_newton_schulz", "gram_newton_schulz", "newton_schulz",
+    "Choices", "NewtonSchulz", "default_restarts", "direct_newton_schulz", "gram_newton_schulz", "newton_schulz",
     "orthogonality_error",
 ]  # fmt: skip
 
 Backend = Literal["gram", "direct"]
 BACKENDS: Final = ("gram", "direct")
-
-
-def default_restarts(steps: int) -> tuple[int, ...]:
-    """Return the steps before which the Gram form starts anew: 3, then every second one.
-
-    The published default is 2. At 3 the FLOPs are the same, and emulated float16 brings the error back to that of the
-    direct form (2 to 8 times smaller than at 2), except at effective rank 1: before the first restart the Gram matrix
-    has norm 1 at most and tolerates three steps, after it its singular values are near 1 and tolerate two.
-    """
-    return tuple(range(3, steps, 2))
 
 
 class NewtonSchulz:
@@ -89,7 +92,10 @@ class NewtonSchulz:
             )
         self.coefficients = POLAR_EXPRESS_COEFFICIENTS if coefficients is None else validate_coefficients(coefficients)
         self.restart_iterations = None if restart_iterations is None else _checked_restarts(restart_iterations)
+        self.deterministic = deterministic
+        self._choices, self._adopted = Choices(), False
         self._graphs = GraphCache()
+        say_what_auto_is(self.choice.name, default_device())
 
     def __repr__(self) -> str:
         return f"NewtonSchulz(backend={self.backend!r}, kernel={self.choice.name!r})"
@@ -118,6 +124,99 @@ class NewtonSchulz:
             )
         return coefficients_for(self.coefficients, steps), restarts
 
+    @property
+    def choices(self) -> Choices:
+        """What was measured, or adopted, and is used now."""
+        return self._choices
+
+    def adopt(self, choices: Choices) -> None:
+        """Use ``choices`` from the next call on, and measure nothing any more: what they do not name is not measured.
+
+        This is how ranks come to equal bits: one measures, all adopt. Captured graphs are dropped.
+        """
+        self._choices, self._adopted = choices, True
+        self._graphs.clear()
+
+    @torch.no_grad()
+    def measure(
+        self,
+        calls: Sequence[Sequence[Sequence[int]]],
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Callable[[str], None] | None = None,
+        steps: int = 5,
+    ) -> Choices:
+        """Measure what is fastest for ``calls``, use it, and return it; see :meth:`prepare`.
+
+        Args:
+            calls: the shapes [..., m, n] of each future call (of this rank, or of all ranks whose bits must agree).
+            dtype: of the matrices.
+            device: of the matrices; it must be this process's own.
+            progress: told in words what is being done, and how far it is.
+            steps: of the calls.
+        """
+        if self._adopted or self.deterministic:
+            return self._choices
+        coefficients, restarts = self.plan(steps)
+        store = choice_store(device)
+        measuring = Measuring(device, compute_dtype(dtype, device), Recipe(coefficients, restarts), store, progress)
+        with LEDGER.muted(), torch.cuda.device(device if device.type == "cuda" else -1):
+            for shapes in calls:
+                measuring.forms(self._forms_of(shapes, dtype, device, Recipe(coefficients, restarts)))
+            self._choices = Choices({**self._choices.entries, **measuring.found})
+            for shapes in calls:
+                groups = self._groups_of(shapes, [dtype] * len(shapes), [device] * len(shapes), steps)
+                for group, members in groups.items():
+                    measuring.tiles(group, stack_shapes([shapes[index] for index in members]))
+        self._choices = Choices({**self._choices.entries, **measuring.found})
+        self._graphs.clear()
+        return self._choices
+
+    def prepare(
+        self,
+        shapes: Sequence[Sequence[int]],
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Callable[[str], None] | None = None,
+        steps: int = 5,
+    ) -> Choices:
+        """Do now what the first calls of :meth:`orthogonalize` would otherwise do, and measure what is fastest.
+
+        Measured are the tiles of the symmetric products (on Hopper with quack) and, for nearly square matrices, the
+        Gram form against the direct form. Winners are kept on disk (``DMUON_CACHE_DIR``, else ``~/.cache/dmuon``) for
+        this chip, driver and set of versions, so that a second start measures nothing. On CUDA every kernel of a call
+        with ``shapes`` is compiled and its graphs are captured. Nothing is counted in the ledger. After
+        :meth:`adopt`, or with ``deterministic``, nothing is measured. Without ``prepare``, static rules decide.
+
+        Args:
+            shapes: [..., m, n] of each tensor of the call, in its order.
+            dtype: of the matrices.
+            device: of the matrices.
+            progress: told in words what is being done, and how far it is.
+            steps: of the call.
+
+        Returns:
+            The decisions, for :meth:`adopt` on other ranks: bits of a result depend on them.
+        """
+        self.measure([shapes], dtype, device, progress, steps)
+        if device.type == "cuda" and shapes:
+            if progress is not None:
+                progress(f"compiling kernels and capturing graphs for {sum(map(num_matrices_of, shapes))} matrices")
+            self._reserve(shapes, dtype, device, steps)
+            matrices = [torch.ones([1] * len(shape), dtype=dtype, device=device).expand(*shape) for shape in shapes]
+            with LEDGER.muted():
+                for _ in range(2):  # compiles, then captures
+                    NewtonSchulz.orthogonalize(self, matrices, steps)
+            torch.cuda.synchronize(device)
+        return self._choices
+
+    def _reserve(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device, steps: int) -> None:
+        """Make room for the inputs of the largest group first, so that all graphs share one arena."""
+        groups = self._groups_of(shapes, [dtype] * len(shapes), [device] * len(shapes), steps)
+        stacks = {group: stack_shapes([shapes[index] for index in members]) for group, members in groups.items()}
+        for group, shapes_of_group in stacks.items():
+            self._graphs.inputs(shapes_of_group, group.dtype, device)
+
     @torch.no_grad()
     def orthogonalize(self, matrices: Sequence[Tensor], steps: int = 5) -> list[Tensor]:
         """Return the orthogonalised matrices, in the dtype, shape and order of the inputs, which are not modified.
@@ -133,127 +232,86 @@ class NewtonSchulz:
             ValueError: bad ``steps``, or tensors that are no floating matrices (all of them named).
         """
         _refuse_non_matrices(matrices)
-        coefficients, restarts = self.plan(steps)
-        recipe = _Recipe(coefficients, restarts)
+        recipe = Recipe(*self.plan(steps))
         results = [g.new_zeros(g.shape) if g.numel() == 0 else g for g in matrices]
-        groups: defaultdict[_Group, list[int]] = defaultdict(list)
-        for index, g in enumerate(matrices):
-            if g.numel():
-                groups[self._group_of(g, steps, len(restarts))].append(index)
-        for group, members in groups.items():
+        shapes, dtypes, devices = [g.shape for g in matrices], [g.dtype for g in matrices], [g.device for g in matrices]
+        for group, members in self._groups_of(shapes, dtypes, devices, steps).items():
             done = self._run_group(group, recipe, [matrices[index] for index in members])
             for index, result in zip(members, done, strict=True):
                 results[index] = result
         return results
 
-    def _group_of(self, g: Tensor, steps: int, num_restarts: int) -> _Group:
-        short_dim, long_dim = sorted(g.shape[-2:])
-        dtype = _compute_dtype(g)
-        kernel = active_kernel(self.choice, g.device)
-        if not kernel.serves(short_dim, long_dim, dtype):
-            kernel = CUBLAS
-        algorithm: str = self.backend
-        if algorithm == "gram":
-            share = kernel.product_share
-            algorithm = decide_algorithm(short_dim, long_dim, steps, num_restarts, share)
-        return _Group(g.device, dtype, short_dim, 0 if algorithm == "gram" else long_dim, kernel.name, algorithm)
+    def _groups_of(
+        self,
+        shapes: Sequence[Sequence[int]],
+        dtypes: Sequence[torch.dtype],
+        devices: Sequence[torch.device],
+        steps: int,
+    ) -> dict[Group, list[int]]:
+        """Return the indices of the tensors that run together; empty tensors are in no group."""
+        recipe = Recipe(*self.plan(steps))
+        units = [
+            (self._form_of(shape, dtype, device, recipe), device, compute_dtype(dtype, device))
+            for shape, dtype, device in zip(shapes, dtypes, devices, strict=True)
+        ]
+        counts: Counter[tuple[Form, torch.device, torch.dtype]] = Counter()
+        for unit, shape in zip(units, shapes, strict=True):
+            counts[unit] += num_matrices_of(shape)
+        groups: defaultdict[Group, list[int]] = defaultdict(list)
+        for index, (unit, shape) in enumerate(zip(units, shapes, strict=True)):
+            form, device, dtype = unit
+            if 0 not in shape:
+                name = "direct"
+                if self.backend == "gram":
+                    name = decide_form(form.of(counts[unit]), self._choices.entries)
+                long_dim = 0 if name == "gram" else form.long_dim
+                groups[Group(device, dtype, form.short_dim, long_dim, form.kernel, name)].append(index)
+        return groups
 
-    def _run_group(self, group: _Group, recipe: _Recipe, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _form_of(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, recipe: Recipe) -> Form:
+        """Describe one matrix of ``shape`` for the choice of a form."""
+        short_dim, long_dim = sorted(shape[-2:])
+        compute = compute_dtype(dtype, device)
+        kernel: SymmetricKernel = active_kernel(self.choice, device)
+        if not kernel.serves(short_dim, long_dim, compute):
+            kernel = CUBLAS
+        name = str(compute).removeprefix("torch.")
+        return Form(kernel.name, 1, short_dim, long_dim, name, len(recipe.coefficients), len(recipe.restarts))
+
+    def _forms_of(
+        self, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device, recipe: Recipe
+    ) -> list[Form]:
+        if self.backend == "direct":
+            return []
+        counts: Counter[Form] = Counter()
+        for shape in shapes:
+            if 0 not in shape:
+                counts[self._form_of(shape, dtype, device, recipe)] += num_matrices_of(shape)
+        return [form.of(number) for form, number in counts.items()]
+
+    def _run_group(self, group: Group, recipe: Recipe, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Normalise, iterate (in a graph on CUDA) and cast back; the order of ``tensors`` is kept."""
-        members = _by_shape(tensors)
-        shapes = tuple((sum(_num_matrices(tensors[i]) for i in same), *shape) for shape, same in members.items())
+        members = by_shape([g.shape for g in tensors])
+        shapes = stack_shapes([g.shape for g in tensors])
         num_matrices = sum(shape[0] for shape in shapes)
         with LEDGER.orthogonalising(group.kernel, group.algorithm, num_matrices, group.device):
             key = (group, recipe, shapes, torch.are_deterministic_algorithms_enabled())
             captured = self._graph(key, group, recipe, shapes) if group.device.type == "cuda" else None
-            stacks = captured.inputs if captured else [_empty(shape, group) for shape in shapes]
+            stacks = captured.inputs if captured else [empty_stack(shape, group) for shape in shapes]
             for same, stack in zip(members.values(), stacks, strict=True):
-                _fill(stack, [tensors[index] for index in same])
-            longs, q = recipe.run(group, stacks) if captured is None else captured.replay()
-            return _finish(longs, q, members, tensors)
+                fill(stack, [tensors[index] for index in same])
+            longs, q = recipe.run(group, stacks, self._choices.entries) if captured is None else captured.replay()
+            return finish(longs, q, members, tensors)
 
     def _graph(
-        self, key: Hashable, group: _Group, recipe: _Recipe, shapes: Sequence[tuple[int, int, int]]
+        self, key: Hashable, group: Group, recipe: Recipe, shapes: Sequence[tuple[int, int, int]]
     ) -> Captured | None:
         """Return the graph of a group that has run before, captured now if need be; None for the first run."""
         found = self._graphs.find(key)
         if found is None and self._graphs.worth_capturing(key):
             inputs = self._graphs.inputs(shapes, group.dtype, group.device)
-            found = self._graphs.capture(key, inputs, lambda stacks: recipe.run(group, stacks))
+            found = self._graphs.capture(key, inputs, lambda stacks: recipe.run(group, stacks, self._choices.entries))
         return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Matrices that go through one sequence of launches: everything that could change that work."""
-
-    device: torch.device
-    dtype: torch.dtype
-    short_dim: int
-    long_dim: int
-    """0 where matrices of different long sides share the group."""
-    kernel: str
-    algorithm: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Recipe:
-    """The polynomial: coefficients and restarts."""
-
-    coefficients: tuple[Triple, ...]
-    restarts: tuple[int, ...]
-
-    def run(self, group: _Group, stacks: Sequence[Tensor]) -> Unfinished:
-        """Iterate on normalised stacks [b, rows, cols]."""
-        kernel = KERNELS[group.kernel]
-        if group.algorithm == "gram":
-            return gram_iteration(stacks, self.coefficients, self.restarts, kernel)
-        return direct_iteration(stacks, self.coefficients, kernel)
-
-
-def _num_matrices(g: Tensor) -> int:
-    return math.prod(g.shape[:-2])
-
-
-def _by_shape(tensors: Sequence[Tensor]) -> dict[tuple[int, int], list[int]]:
-    members: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-    for index, g in enumerate(tensors):
-        members[g.shape[-2], g.shape[-1]].append(index)
-    return members
-
-
-def _empty(shape: tuple[int, int, int], group: _Group) -> Tensor:
-    return torch.empty(shape, dtype=group.dtype, device=group.device)
-
-
-def _fill(stack: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Write ``tensors`` [..., m, n], normalised, one after the other to ``stack`` [b, m, n]."""
-    begin = 0
-    for g in tensors:
-        end = begin + _num_matrices(g)
-        normalize_into(g, stack[begin:end])
-        begin = end
-
-
-def _finish(
-    longs: Sequence[Long], q: Tensor, members: Mapping[tuple[int, int], Sequence[int]], tensors: Sequence[Tensor]
-) -> list[Tensor]:
-    """Do the last product of each stack and cut the results into tensors like the inputs."""
-    results: dict[int, Tensor] = {}
-    for same, long in zip(members.values(), longs, strict=True):
-        dtypes = {tensors[index].dtype for index in same}
-        stack = last_product(*long.operands(q), dtypes.pop() if len(dtypes) == 1 else long.x.dtype)
-        parts = torch.split(stack, [_num_matrices(tensors[index]) for index in same])
-        for index, part in zip(same, parts, strict=True):
-            like = tensors[index]
-            results[index] = part.reshape(like.shape).to(like.dtype)
-    return [results[index] for index in range(len(tensors))]
-
-
-def _compute_dtype(g: Tensor) -> torch.dtype:
-    if g.dtype == torch.float64:
-        return torch.float64
-    return torch.float16 if g.device.type == "cuda" else torch.float32
 
 
 def _refuse_non_matrices(matrices: Sequence[Tensor]) -> None:
@@ -263,13 +321,19 @@ def _refuse_non_matrices(matrices: Sequence[Tensor]) -> None:
         if g.dim() < 2 or not g.dtype.is_floating_point
     ]
     if bad:
-        raise ValueError(f"Newton-Schulz takes floating tensors [..., m, n], found {'; '.join(bad)}")
+        raise ValueError(
+            f"Newton-Schulz takes floating tensors [..., m, n], found {'; '.join(bad)}: cast integers to a floating "
+            "dtype, split complex tensors, and give vectors two dims or to AdamW"
+        )
 
 
 def _checked_restarts(restarts: Sequence[int]) -> tuple[int, ...]:
-    bad = [restart for restart in restarts if restart < 1]
+    bad = [restart for restart in restarts if not isinstance(restart, int) or restart < 1]
     if bad or len(set(restarts)) != len(restarts):
-        raise ValueError(f"restart_iterations must be different steps of at least 1, found {list(restarts)}")
+        raise ValueError(
+            f"restart_iterations must be different whole steps of at least 1 (0-based; step 0 always starts anew), "
+            f"found {list(restarts)}"
+        )
     return tuple(sorted(restarts))
 
 
@@ -302,21 +366,3 @@ def direct_newton_schulz(
 ) -> Tensor:
     """Orthogonalise ``matrix`` [..., m, n] by the classic form."""
     return NewtonSchulz("direct", coefficients=coefficients)(matrix, steps)
-
-
-@torch.no_grad()
-def orthogonality_error(matrix: Tensor) -> Tensor:
-    """Return the largest ``|sigma^2 - 1|`` over the singular values of each matrix of ``matrix`` [..., m, n]: [...].
-
-    Computed from the eigenvalues of the Gram matrix of the short side. A matrix of exact zeros has no direction to
-    orthogonalise and gives 0, an empty one too, and one with NaN or infinity gives infinity.
-    """
-    if matrix.numel() == 0:
-        return matrix.new_zeros(matrix.shape[:-2], dtype=torch.float32)
-    x = matrix if matrix.dtype == torch.float64 else matrix.float()
-    x = x.mT if x.shape[-2] > x.shape[-1] else x
-    finite = x.isfinite().all(dim=-1).all(dim=-1)
-    x = torch.where(finite[..., None, None], x, 0.0)
-    error = (torch.linalg.eigvalsh(x @ x.mT) - 1).abs().amax(dim=-1)
-    error = torch.where((x == 0).all(dim=-1).all(dim=-1), 0.0, error)
-    return torch.where(finite, error, torch.inf)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,15 +18,20 @@ from dmuon_runtime.coefficients import (
 )
 from dmuon_runtime.kernels import KERNELS
 from dmuon_runtime.ledger import NsCount
-from dmuon_runtime.newton_schulz import NewtonSchulz, orthogonality_error
+from dmuon_runtime.matrices import matrix_shapes
+from dmuon_runtime.newton_schulz import Choices, NewtonSchulz, orthogonality_error
+from dmuon_runtime.plan import RuntimePlan
+from dmuon_runtime.policy import DTYPE_NAMES
 from worker.contract.kernels import FALLBACK_KERNEL, Kernel, KernelAvailability, KernelPolicy
 from worker.contract.messages import Milestone
 from worker.contract.spec import KernelsSpec
 
 __all__ = [
-    "KernelSwitch", "SampledNewtonSchulz", "decide_kernel", "kernel_availability", "launched_kernel",
-    "make_newton_schulz",
+    "KernelSwitch", "NsCalls", "SampledNewtonSchulz", "decide_kernel", "kernel_availability", "launched_kernel",
+    "make_newton_schulz", "ns_calls",
 ]  # fmt: skip
+
+_log = logging.getLogger(__name__)
 
 _SETS: Mapping[str, Sequence[Triple]] = {
     "polar_express": POLAR_EXPRESS_COEFFICIENTS,
@@ -81,6 +88,31 @@ def launched_kernel(before: Mapping[tuple[str, str], NsCount], after: Mapping[tu
     return kernel if kernel is not None and launches[kernel] > 0 else None
 
 
+@dataclass(frozen=True, slots=True)
+class NsCalls:
+    """The Newton-Schulz calls of a step: the shapes [..., m, n] of each rank's, their dtype and number of steps."""
+
+    shapes: tuple[tuple[tuple[int, ...], ...], ...]
+    dtype: torch.dtype
+    steps: int
+
+
+def ns_calls(plan: RuntimePlan, ns_steps: int, world_size: int) -> NsCalls:
+    """Return what each rank will orthogonalise in a step in which every parameter has a gradient."""
+    entries = [entry for entry in plan.parameters if entry.route == "muon"]
+    shapes = tuple(
+        tuple(
+            (matrix.count, matrix.rows, matrix.columns)
+            for entry in entries
+            if entry.owner == rank
+            for matrix in matrix_shapes(entry.shape, entry.matrix_view, entry.split_rows)
+        )
+        for rank in range(world_size)
+    )
+    dtypes = {DTYPE_NAMES[entry.optim_dtype] for entry in entries}  # of the reduced gradient and of the momentum
+    return NsCalls(shapes, dtypes.pop() if len(dtypes) == 1 else torch.float32, ns_steps)
+
+
 class KernelSwitch:
     """Holds the Newton-Schulz of a job, and replaces it when a policy with a new epoch arrives."""
 
@@ -88,11 +120,28 @@ class KernelSwitch:
         self._spec, self._device = spec, device
         self.epoch = policy.epoch
         self.newton_schulz = self._make(policy)
+        self._prepared: tuple[NsCalls, int, Choices] | None = None
 
     @property
     def kernel(self) -> str:
         """What would be launched now."""
         return self.newton_schulz.kernel_on(self._device)
+
+    def measure(self, calls: NsCalls, progress: Callable[[str], None]) -> Choices:
+        """Measure, on this rank, what is fastest for the calls of all ranks."""
+        return self.newton_schulz.measure(calls.shapes, calls.dtype, self._device, progress, calls.steps)
+
+    def prepare(self, calls: NsCalls, rank: int, choices: Choices) -> None:
+        """Take over what one rank measured, and compile all that the calls of ``rank`` need, now and after a switch."""
+        self._prepared = (calls, rank, choices)
+        self._compile(self.newton_schulz)
+
+    def _compile(self, newton_schulz: NewtonSchulz) -> None:
+        if self._prepared is None:
+            return
+        calls, rank, choices = self._prepared
+        newton_schulz.adopt(choices)
+        newton_schulz.prepare(calls.shapes[rank], calls.dtype, self._device, _log.info, calls.steps)
 
     def apply(self, policy: KernelPolicy, step: int) -> Milestone | None:
         """Take over ``policy``; return what changed, or None when its epoch is the present one.
@@ -105,6 +154,7 @@ class KernelSwitch:
         before, self.epoch = self.kernel, policy.epoch
         last_error = self.newton_schulz.last_error
         self.newton_schulz = self._make(policy)
+        self._compile(self.newton_schulz)
         self.newton_schulz.last_error = last_error
         tripped = ", ".join(sorted(policy.tripped)) or "none"
         return Milestone(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import time
 from dataclasses import dataclass, field
+from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
 
@@ -17,12 +20,13 @@ from torch.nn import functional
 
 import dmuon_runtime as dmuon
 from dmuon_runtime import ledger
+from dmuon_runtime.newton_schulz import Choices
 from worker.batches import micro_batches, num_micro_batches
 from worker.contract.messages import Milestone
 from worker.contract.spec import JobSpec
 from worker.control import Agreement, Mailbox
 from worker.corpus import Corpus, load_corpus
-from worker.kernels import KernelSwitch
+from worker.kernels import KernelSwitch, ns_calls
 from worker.model import build_model
 from worker.planner import runtime_arguments, runtime_plan
 from worker.rendezvous import join_group, leave_group
@@ -32,6 +36,10 @@ from worker.schedule import lr_ratio
 from worker.settings import WorkerSettings
 
 __all__ = ["Outcome", "Phase", "PlanDisagreement", "Rank", "train"]
+
+
+_log = logging.getLogger(__name__)
+_CHOICES = "ns_choices"
 
 
 class Phase(StrEnum):
@@ -126,6 +134,7 @@ def _build(rank: Rank) -> _Loop:
     )
     switch = KernelSwitch(spec.kernels, device, rank.mailbox.read().policy)
     optimizer = _optimizer(spec, model, switch)
+    _prepare(rank, plan, switch)
     torch.manual_seed(spec.training.seed * 1_000_003 + rank.rank)  # dropout differs by rank
     agreement = Agreement(rank.mailbox, timeout_s=rank.settings.collective_timeout_s)
     reporter = Reporter(rank.rank, device, model, optimizer)
@@ -154,6 +163,16 @@ def _confirm(rank: Rank, plan_hash: str, fingerprint: str) -> None:
         )
     message = f"{rank.spec.world_size} ranks agree on plan {plan_hash[:12]} and data {fingerprint}"
     _tell(rank, "plan_confirmed", message, rank_zero_only=True, plan_hash=plan_hash, data_fingerprint=fingerprint)
+
+
+def _prepare(rank: Rank, plan: dmuon.RuntimePlan, switch: KernelSwitch) -> None:
+    """Measure on rank 0, take its choices over on every rank so that all compute the same bits, and compile."""
+    calls = ns_calls(plan, rank.spec.optimizer.muon.ns_steps, rank.spec.world_size)
+    if rank.rank == 0:
+        choices = switch.measure(calls, lambda message: _log.info("Newton-Schulz: %s", message))
+        rank.store.set(_CHOICES, json.dumps(choices.to_json()))
+    rank.store.wait([_CHOICES], timedelta(seconds=rank.settings.collective_timeout_s))
+    switch.prepare(calls, rank.rank, Choices.from_json(json.loads(rank.store.get(_CHOICES))))
 
 
 def _optimizer(spec: JobSpec, model: nn.Module, switch: KernelSwitch) -> dmuon.Muon:

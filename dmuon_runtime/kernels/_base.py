@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from dmuon_runtime._elementwise import add_identity
 from dmuon_runtime.ledger import LEDGER
 
 __all__ = ["KernelUnavailable", "SymmetricKernel"]
@@ -67,6 +69,18 @@ class SymmetricKernel(ABC):
         self._launch(a, b, c, alpha, beta, out)
         LEDGER.count_launch(self.name, algorithm)
         return out
+
+    def tuned(self, choices: Mapping[str, str]) -> SymmetricKernel:
+        """Return the kernel with what was measured to be fastest; itself where there is nothing to choose."""
+        return self
+
+    def rectangular(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return the plain product ``left @ right``: [B, M, K], [B, K, N] to [B, M, N]."""
+        return torch.bmm(left, right)
+
+    def add_identity(self, z: Tensor, a: float) -> Tensor:
+        """Add ``a I`` to contiguous ``z`` [B, N, N] in place, and return it."""
+        return add_identity(z, a)
 
     @abstractmethod
     def _launch(self, a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, out: Tensor) -> None:

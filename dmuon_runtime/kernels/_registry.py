@@ -27,6 +27,7 @@ __all__ = [
     "default_device",
     "get_backend_status",
     "get_ns_backend",
+    "say_what_auto_is",
 ]  # fmt: skip
 
 _log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ KERNELS: Final[dict[str, SymmetricKernel]] = {
 KERNEL_NAMES: Final = (AUTO, *KERNELS)
 _DETECTION_ORDER: Final = ("quack", "cute_sm80")
 _warned: set[str] = set()
+_said: set[tuple[str, str]] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,17 @@ def check_runs(choice: KernelChoice, device: torch.device) -> None:
         return
     ok, detail = KERNELS[choice.name].available(device)
     if not ok:
-        raise KernelUnavailable(choice.name, f"{detail} (asked for by {choice.decided_by})")
+        raise KernelUnavailable(
+            choice.name, f"{detail} (asked for by {choice.decided_by}); auto takes the best that runs here"
+        )
+
+
+def say_what_auto_is(name: str, device: torch.device) -> None:
+    """Log, once for each device, which kernel ``auto`` comes to."""
+    if name == AUTO and (name, str(device)) not in _said:
+        _said.add((name, str(device)))
+        kernel = active_kernel(decide_choice(AUTO, None, False), device)
+        _log.info("Newton-Schulz: auto is %s on %s (%s)", kernel.name, device, kernel.available(device)[1])
 
 
 def _auto_choice(device: torch.device) -> SymmetricKernel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, cast
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from dmuon_runtime.kernels._base import SymmetricKernel
-from dmuon_runtime.kernels._tiles import decide_tile
+from dmuon_runtime.kernels._tiles import Product, decide_tile
 
-__all__ = ["ADAPTER_READY", "Quack", "rectangular", "rectangular_ready"]
+__all__ = ["ADAPTER_READY", "Quack", "product_of", "rectangular", "rectangular_ready"]
 
 ADAPTER_READY = True
 """Set to False to take the adapter out of service from the next call on, without uninstalling anything."""
@@ -50,6 +50,13 @@ class Quack(SymmetricKernel):
     name = "quack"
     product_share = 0.65
 
+    def __init__(self, choices: Mapping[str, str] | None = None) -> None:
+        self._choices: Mapping[str, str] = choices or {}
+
+    def tuned(self, choices: Mapping[str, str]) -> SymmetricKernel:
+        """Return the kernel with the tiles that ``choices`` name by :attr:`Product.key`."""
+        return type(self)(choices)
+
     def available(self, device: torch.device) -> tuple[bool, str]:
         """True on a CUDA device of compute capability 9.0 or more with quack-kernels, unless switched off."""
         if not ADAPTER_READY:
@@ -66,11 +73,18 @@ class Quack(SymmetricKernel):
     def _launch(self, a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, out: Tensor) -> None:
         product, detail = _import_product()
         assert product is not None, detail
-        tile = decide_tile(*a.shape, contiguous=a.stride(-1) == 1 == b.stride(-2))
+        tile = decide_tile(product_of(a, b, c), self._choices)
         product(
             a, b.mT, out, c, None, tile.tile_m, tile.tile_n, tile.cluster_m, tile.cluster_n,
             pingpong=tile.ping_pong, alpha=float(alpha), beta=float(beta),
         )  # fmt: skip
+
+
+def product_of(a: Tensor, b: Tensor, c: Tensor | None) -> Product:
+    """Describe the product of [B, N, K] and [B, K, N] for the choice of a tile."""
+    contiguous = a.stride(-1) == 1 == b.stride(-2)
+    num_matrices, short_dim, inner_dim = a.shape
+    return Product(num_matrices, short_dim, inner_dim, contiguous, c is not None, str(a.dtype).removeprefix("torch."))
 
 
 @lru_cache(maxsize=1)

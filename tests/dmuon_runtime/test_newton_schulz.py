@@ -163,6 +163,71 @@ def test_steps_and_restarts_are_checked() -> None:
         NewtonSchulz().orthogonalize([gaussian(3), gaussian(2, 2), torch.ones(2, 2, dtype=torch.int64)])
 
 
+@pytest.mark.parametrize("backend", ["gram", "direct"])
+def test_subnormal_input_is_like_any_other(backend: str) -> None:
+    """1e-40 is below the smallest normal float32, and has few bits left: the result is that of those bits."""
+    ns = NewtonSchulz("gram" if backend == "gram" else "direct")
+    matrix = gaussian(32, 64) * 1e-40
+    assert float(matrix.abs().max()) < 1.2e-38
+    torch.testing.assert_close(ns(matrix).double(), reference(matrix, ns), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(2, 20_000), (20_000, 2), (3, 4, 5000)])
+def test_huge_aspect_ratios(shape: tuple[int, ...]) -> None:
+    matrix = gaussian(*shape)
+    for ns in (NewtonSchulz(), NewtonSchulz("direct")):
+        torch.testing.assert_close(ns(matrix).double(), reference(matrix, ns), rtol=0, atol=1e-4)
+
+
+def test_non_contiguous_input() -> None:
+    base = gaussian(40, 3, 24)
+    ns = NewtonSchulz()
+    for view in (
+        base.permute(1, 0, 2),
+        base[::2, :, ::3].permute(1, 2, 0),
+        base[:, 1].T,
+        base[:, :1].expand(40, 3, 24),
+    ):
+        assert not view.is_contiguous()
+        torch.testing.assert_close(ns(view), ns(view.contiguous()), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_every_floating_dtype_comes_back_in_itself(dtype: torch.dtype) -> None:
+    matrix = gaussian(24, 40, dtype=dtype)
+    ns = NewtonSchulz()
+    result = ns(matrix)
+    assert result.dtype == dtype
+    tolerance = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 5e-3, torch.float16: 6e-4}[dtype]
+    torch.testing.assert_close(result.double(), reference(matrix, ns), rtol=0, atol=tolerance)
+
+
+def test_mixed_dtypes_in_one_call() -> None:
+    matrices = [gaussian(16, 24, seed=i, dtype=d) for i, d in enumerate((torch.float32, torch.bfloat16, torch.float64))]
+    for matrix, result in zip(matrices, NewtonSchulz().orthogonalize(matrices), strict=True):
+        assert result.dtype == matrix.dtype
+        torch.testing.assert_close(result.double(), reference(matrix, NewtonSchulz()), rtol=0, atol=5e-3)
+
+
+def test_no_matrices_and_an_empty_batch() -> None:
+    assert NewtonSchulz().orthogonalize([]) == []
+    assert NewtonSchulz()(torch.zeros(0, 4, 8)).shape == (0, 4, 8)
+
+
+def test_bad_input_is_refused_with_the_cure() -> None:
+    for bad in (torch.ones(2, 2, dtype=torch.int32), torch.ones(2, 2, dtype=torch.complex64), torch.ones(3)):
+        with pytest.raises(ValueError, match=r"floating tensors \[..., m, n\].*cast integers"):
+            newton_schulz(bad)
+    with pytest.raises(ValueError, match="there are gram, direct"):
+        NewtonSchulz("gramm")  # type: ignore[arg-type]
+    for restarts in ([1.5], [3, 3], [-1]):
+        with pytest.raises(ValueError, match="different whole steps of at least 1"):
+            NewtonSchulz(restart_iterations=restarts)  # type: ignore[arg-type]
+    for coefficients in ([1.0, 2.0, 3.0], ["abc"], [(1.0, 2.0)]):
+        with pytest.raises(ValueError, match=r"coefficients\[0\] must be three finite numbers.*one triple a step"):
+            NewtonSchulz(coefficients=coefficients)  # type: ignore[arg-type]
+
+
 def test_orthogonality_error() -> None:
     orthogonal = torch.linalg.qr(gaussian(8, 5)).Q
     stack = torch.stack([orthogonal, 1.1 * orthogonal, torch.zeros(8, 5), torch.full((8, 5), torch.nan)])

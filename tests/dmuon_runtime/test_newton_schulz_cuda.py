@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from dmuon_runtime._choice_store import choice_store
+from dmuon_runtime._ns_choices import Choices
+from dmuon_runtime._ns_graphs import GraphCache
+from dmuon_runtime._ns_groups import Recipe
+from dmuon_runtime._ns_measure import Measuring
 from dmuon_runtime.kernels import KERNELS, syrk_quack
+from dmuon_runtime.kernels._tiles import Product, candidate_tiles
 from dmuon_runtime.ledger import NsCount, snapshot
 from dmuon_runtime.newton_schulz import NewtonSchulz, orthogonality_error
 
@@ -143,3 +152,47 @@ def test_memory_does_not_grow() -> None:
     for _ in range(50):
         ns(g)
     assert torch.cuda.memory_allocated() <= before
+
+
+def test_every_candidate_tile_is_right(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if "quack" not in kernels():
+        pytest.skip("quack does not run here")
+    monkeypatch.setenv("DMUON_CACHE_DIR", str(tmp_path))
+    device = torch.device("cuda", torch.cuda.current_device())
+    measuring = Measuring(device, torch.float16, Recipe(*NewtonSchulz().plan(5)), choice_store(device), None)
+    for contiguous, with_c, number, size in itertools.product((False, True), (False, True), (1, 8), (512, 4096)):
+        if contiguous or not with_c:
+            product = Product(number, size, size, contiguous, with_c, "float16")
+            assert tuple(measuring._tile_calls(product)) == candidate_tiles(product), product
+
+
+def test_prepare_leaves_nothing_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DMUON_CACHE_DIR", str(tmp_path))
+    shapes, device = [(2, 1024, 1024), (1, 1024, 2048), (2048, 512)], torch.device("cuda", torch.cuda.current_device())
+    ns, said = NewtonSchulz(), list[str]()
+    before = snapshot()
+    choices = ns.prepare(shapes, torch.float32, device, said.append)
+    assert snapshot() == before, "what is prepared updates nothing"
+    assert said and (bool(choices.entries) or "quack" not in kernels())
+    num_graphs, held = len(ns._graphs), ns._graphs.held_bytes()
+    parts = [matrices(shape, torch.float32) for shape in shapes]
+    results = ns.orthogonalize(parts)
+    assert num_graphs == len(ns._graphs) > 0 and held == ns._graphs.held_bytes(), "captured before"
+    for part, result in zip(parts, results, strict=True):
+        expected = reference(part, ns)
+        assert (result.double() - expected).norm() / expected.norm() < 0.008
+    other = NewtonSchulz()
+    other.adopt(Choices.from_json(choices.to_json()))
+    assert all(torch.equal(x, y) for x, y in zip(results, other.orthogonalize(parts), strict=True))
+    again = list[str]()
+    assert NewtonSchulz().prepare(shapes, torch.float32, device, again.append) == choices
+    assert len(again) == 1, "nothing is measured twice"
+
+
+def test_graphs_leave_when_they_keep_too_much() -> None:
+    ns = NewtonSchulz()
+    ns._graphs = GraphCache(max_bytes=2**24)
+    for size in (512, 1024, 2048):
+        for _ in range(3):
+            ns(matrices((2, size, size)))
+    assert len(ns._graphs) == 1

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import torch
 
 from dmuon_runtime import ledger
+from dmuon_runtime.newton_schulz import Choices, NewtonSchulz
+from dmuon_runtime.plan import ParameterPlan, RuntimePlan
 from worker.contract.kernels import Kernel, KernelPolicy
 from worker.contract.spec import KernelsSpec
-from worker.kernels import KernelSwitch, decide_kernel, launched_kernel, make_newton_schulz
+from worker.kernels import KernelSwitch, decide_kernel, launched_kernel, make_newton_schulz, ns_calls
 
 CPU = torch.device("cpu")
 
@@ -45,6 +50,52 @@ def test_a_switch_changes_once_for_each_epoch() -> None:
 def test_an_attempt_may_begin_with_a_tripped_kernel() -> None:
     policy = KernelPolicy(epoch=5, tripped=frozenset({Kernel.BLOCKED}))
     assert KernelSwitch(KernelsSpec(kernel=Kernel.BLOCKED), CPU, policy).kernel == "cublas"
+
+
+def entry(name: str, shape: tuple[int, ...], owner: int, **changes: object) -> ParameterPlan:
+    settings: dict[str, object] = dict.fromkeys(("rule", "unit"), "") | dict.fromkeys(("aliases", "split_rows"), ())
+    settings |= dict.fromkeys(("param_dtype", "grad_dtype", "master_dtype", "optim_dtype"), "float32")
+    settings |= {"elements": 1, "route": "muon", "matched_overrides": (), "output_dtype": None, "matrix_view": None}
+    settings |= {"name": name, "shape": shape, "owner": owner, "cast_forward_inputs": False, "cost": 0.0}
+    return ParameterPlan(**(settings | changes))  # type: ignore[arg-type]
+
+
+def plan_of(*entries: ParameterPlan) -> RuntimePlan:
+    return cast(RuntimePlan, SimpleNamespace(parameters=entries))
+
+
+def test_calls_are_read_from_the_plan() -> None:
+    plan = plan_of(
+        entry("q", (64, 32), 0),
+        entry("experts", (4, 16, 32), 1, matrix_view="experts"),
+        entry("qkv", (96, 32), 0, split_rows=(64, 32)),
+        entry("norm", (32,), 0, route="adamw"),
+    )
+    calls = ns_calls(plan, 5, 2)
+    assert calls.shapes == (((1, 64, 32), (1, 64, 32), (1, 32, 32)), ((4, 16, 32),))
+    assert (calls.dtype, calls.steps) == (torch.float32, 5)
+    assert ns_calls(plan_of(entry("q", (8, 8), 0, optim_dtype="bfloat16")), 3, 1).dtype == torch.bfloat16
+
+
+def test_a_swapped_in_kernel_has_the_same_choices_and_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[tuple[object, ...]] = []
+    monkeypatch.setattr(NewtonSchulz, "prepare", lambda self, shapes, *_: prepared.append((self.choice.name, shapes)))
+    switch = KernelSwitch(KernelsSpec(kernel=Kernel.BLOCKED), CPU, KernelPolicy())
+    calls = ns_calls(plan_of(entry("q", (8, 16), 0), entry("k", (8, 8), 1)), 5, 2)
+    choices = Choices({"form/x": "gram"})
+    switch.prepare(calls, 1, choices)
+    switch.apply(KernelPolicy(epoch=1, tripped=frozenset({Kernel.BLOCKED})), 4)
+    assert prepared == [("blocked", ((1, 8, 8),)), ("cublas", ((1, 8, 8),))]
+    assert switch.newton_schulz.choices == choices
+
+
+def test_preparing_counts_nothing() -> None:
+    switch = KernelSwitch(KernelsSpec(), CPU, KernelPolicy())
+    calls = ns_calls(plan_of(entry("q", (8, 16), 0)), 5, 1)
+    before = ledger.snapshot()
+    choices = switch.measure(calls, lambda _: None)
+    switch.prepare(calls, 0, choices)
+    assert ledger.snapshot() == before
 
 
 def test_what_was_launched_is_read_from_the_ledger() -> None:

@@ -1,0 +1,181 @@
+"""How accurate Newton-Schulz is: forms, dtypes and restarts against the same polynomial in fp64.
+
+    python -m benchmarks.ns_accuracy [--quick]
+
+Matrices are made from known singular values, so the exact result is known. 16-bit dtypes are emulated: products of
+16-bit operands in fp32, rounded once when stored, the lower triangle of a symmetric product mirrored. Where there is a
+CUDA device, real float16 runs too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dmuon_runtime as dmuon
+from benchmarks.common import print_table, write_result
+from dmuon_runtime._elementwise import normalized
+from dmuon_runtime._ns_iterations import direct_iteration, gram_iteration
+from dmuon_runtime.coefficients import apply_polynomials
+from dmuon_runtime.kernels import SymmetricKernel
+from dmuon_runtime.newton_schulz import default_restarts
+
+__all__ = ["SPECTRA", "Emulated", "errors_of", "main", "make_matrix"]
+
+STEPS = 5
+FORMS: Mapping[str, tuple[int, ...] | None] = {
+    "direct": None, "gram []": (), "gram [2]": (2,), "gram [3]": (3,), "gram [2, 4]": (2, 4),
+}  # fmt: skip
+"""Name to restarts; None is the direct form."""
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SUBSPACE = 1e-2
+"""Singular values above it, in units of the Frobenius norm, are what an update should get right."""
+
+
+class Emulated(SymmetricKernel):
+    """Products as a GPU computes them in ``dtype``, on fp32 tensors that hold values of ``dtype``."""
+
+    name = "emulated"
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def available(self, device: torch.device) -> tuple[bool, str]:
+        """Always true."""
+        return True, f"{self._dtype} emulated"
+
+    def round(self, x: Tensor) -> Tensor:
+        """Round to the dtype, kept in fp32."""
+        return x.to(self._dtype).float()
+
+    def rectangular(self, left: Tensor, right: Tensor) -> Tensor:
+        """A plain product, rounded when stored."""
+        return self.round(left @ right)
+
+    def add_identity(self, z: Tensor, a: float) -> Tensor:
+        """Add to the stored matrix, and round again."""
+        return self.round(z + a * torch.eye(z.shape[-1], device=z.device))
+
+    def _launch(self, a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, out: Tensor) -> None:
+        total = alpha * (a @ b) + (0.0 if c is None else beta * c)
+        lower = self.round(total).tril()
+        out.copy_(lower + lower.tril(-1).mT)
+
+
+def _log_spectrum(n: int) -> Tensor:
+    return torch.logspace(0, -3, n, dtype=torch.float64)
+
+
+def _few_and_noise(n: int) -> Tensor:
+    return torch.cat([torch.ones(8), torch.full((n - 8,), 1e-3)]).double()
+
+
+def _two_and_tail(n: int) -> Tensor:
+    return torch.cat([torch.ones(2), 1e-2 / torch.arange(1, n - 1)]).double()
+
+
+SPECTRA: Mapping[str, Callable[[int], Tensor]] = {
+    "gaussian": lambda n: torch.linspace(1 + 0.5**0.5, 1 - 0.5**0.5, n, dtype=torch.float64),
+    "1/k": lambda n: 1.0 / torch.arange(1, n + 1, dtype=torch.float64),
+    "log, 3 decades": _log_spectrum,
+    "rank 8 + noise": _few_and_noise,
+    "rank 2 + tail": _two_and_tail,
+}
+"""Singular values up to a factor. ``gaussian``: spread over the range of a Gaussian matrix of twice as many columns."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A matrix [n, m] with its singular vectors [n, n], [m, n] and singular values of norm 1."""
+
+    matrix: Tensor
+    left: Tensor
+    values: Tensor
+    right: Tensor
+
+    @cached_property
+    def exact(self) -> Tensor:
+        """The polynomial in fp64."""
+        lifted = apply_polynomials(self.values, dmuon.POLAR_EXPRESS_COEFFICIENTS)
+        return self.left * lifted @ self.right.mT
+
+
+def make_matrix(spectrum: str, n: int, m: int) -> Known:
+    """Return a matrix with the singular values of ``spectrum`` and random singular vectors."""
+    generator = torch.Generator().manual_seed(n)
+    left, right = (torch.linalg.qr(torch.randn(rows, n, generator=generator, dtype=torch.float64)).Q for rows in (n, m))
+    values = SPECTRA[spectrum](n)
+    values = values / torch.linalg.vector_norm(values)
+    return Known((left * values @ right.mT).float(), left, values, right)
+
+
+def emulated(known: Known, restarts: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor:
+    """Orthogonalise in emulated ``dtype``; float32 is itself."""
+    kernel = Emulated(dtype)
+    x = kernel.round(normalized(known.matrix))
+    if restarts is None:
+        longs, q = direct_iteration([x], dmuon.POLAR_EXPRESS_COEFFICIENTS, kernel)
+    else:
+        longs, q = gram_iteration([x], dmuon.POLAR_EXPRESS_COEFFICIENTS, restarts, kernel)
+    return kernel.rectangular(*longs[0].operands(q))[0]
+
+
+def on_device(known: Known, restarts: tuple[int, ...] | None) -> Tensor:
+    """Orthogonalise on the CUDA device as a user would."""
+    ns = dmuon.NewtonSchulz("direct" if restarts is None else "gram", restart_iterations=restarts)
+    return ns(known.matrix.cuda(), STEPS).cpu()
+
+
+def errors_of(known: Known, result: Tensor) -> dict[str, float]:
+    """Relative Frobenius errors over the matrix and over the subspace, and the largest singular value."""
+    exact, result = known.exact, result.double()
+    kept = known.values > SUBSPACE
+    left, right = known.left[:, kept], known.right[:, kept]
+    inner = left.mT @ (result - exact) @ right
+    return {
+        "error": float((result - exact).norm() / exact.norm()),
+        "subspace error": float(inner.norm() / (left.mT @ exact @ right).norm()),
+        "largest": _largest(result.float()),
+    }
+
+
+def _largest(result: Tensor) -> float:
+    """Largest singular value of [n, m], n at most m."""
+    gram = result @ result.mT
+    return float(torch.linalg.eigvalsh(gram)[-1]) ** 0.5 if bool(gram.isfinite().all()) else float("inf")
+
+
+def run(n: int, m: int) -> list[dict[str, Any]]:
+    """All combinations on matrices [n, m]; one row each."""
+    rows: list[dict[str, Any]] = []
+    for spectrum in SPECTRA:
+        known = make_matrix(spectrum, n, m)
+        for form, restarts in FORMS.items():
+            results = {str(dtype).removeprefix("torch."): emulated(known, restarts, dtype) for dtype in DTYPES}
+            if torch.cuda.is_available():
+                results["float16 on CUDA"] = on_device(known, restarts)
+            name = f"{form} (default)" if restarts == default_restarts(STEPS) else form
+            for dtype, result in results.items():
+                rows.append({"spectrum": spectrum, "form": name, "dtype": dtype, **errors_of(known, result)})
+    return rows
+
+
+def main(arguments: list[str]) -> int:
+    """Run, print, write; return the exit status."""
+    n, m = (256, 512) if "--quick" in arguments else (384, 768)
+    rows = run(n, m)
+    rows.sort(key=lambda row: (row["dtype"], row["spectrum"], row["form"]))
+    cells = [[f"{value:.2g}" if isinstance(value, float) else value for value in row.values()] for row in rows]
+    print_table(list(rows[0]), cells)
+    write_result("ns_accuracy", rows, matrix=[n, m], coefficients="Polar Express", steps=STEPS)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,135 @@
+"""What goes through one sequence of launches: matrices grouped, stacked, iterated and cut apart again."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from dmuon_runtime._elementwise import normalize_into
+from dmuon_runtime._last_product import last_product
+from dmuon_runtime._ns_choices import Form
+from dmuon_runtime._ns_graphs import Unfinished
+from dmuon_runtime._ns_iterations import Long, decide_algorithm, direct_iteration, gram_iteration, ns_flops
+from dmuon_runtime.coefficients import Triple
+from dmuon_runtime.kernels import KERNELS
+
+__all__ = [
+    "Group", "Recipe", "by_shape", "compute_dtype", "decide_form", "empty_stack", "fill", "finish", "is_open",
+    "num_matrices_of", "stack_shapes",
+]  # fmt: skip
+
+
+MIN_OPEN_DIM: Final = 128
+"""Smaller matrices take microseconds in either form."""
+CLOSE: Final = 0.75
+"""Ratio of FLOPs down to which the form that costs more of them may still be faster."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Matrices that go through one sequence of launches: everything that could change that work."""
+
+    device: torch.device
+    dtype: torch.dtype
+    short_dim: int
+    long_dim: int
+    """0 where matrices of different long sides share the group."""
+    kernel: str
+    algorithm: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """The polynomial: coefficients and restarts."""
+
+    coefficients: tuple[Triple, ...]
+    restarts: tuple[int, ...]
+
+    def run(self, group: Group, stacks: Sequence[Tensor], choices: Mapping[str, str] | None = None) -> Unfinished:
+        """Iterate on normalised stacks [b, rows, cols], with the tiles that ``choices`` name."""
+        kernel = KERNELS[group.kernel].tuned(choices or {})
+        if group.algorithm == "gram":
+            return gram_iteration(stacks, self.coefficients, self.restarts, kernel)
+        return direct_iteration(stacks, self.coefficients, kernel)
+
+
+def is_open(form: Form) -> bool:
+    """True where FLOPs alone do not say which form is faster: nearly square, and large enough to matter."""
+    gram, direct = (_flops(form, name) for name in ("gram", "direct"))
+    return form.short_dim >= MIN_OPEN_DIM and CLOSE <= gram / direct <= 1 / CLOSE
+
+
+def decide_form(form: Form, choices: Mapping[str, str]) -> str:
+    """Return ``gram`` or ``direct``: what was measured where that is a question, else what costs fewer FLOPs."""
+    chosen = choices.get(form.key) if is_open(form) else None
+    if chosen in ("gram", "direct"):
+        return chosen
+    share = KERNELS[form.kernel].product_share
+    return decide_algorithm(form.short_dim, form.long_dim, form.num_steps, form.num_restarts, share)
+
+
+def _flops(form: Form, algorithm: str) -> float:
+    share = KERNELS[form.kernel].product_share
+    return ns_flops(algorithm, form.short_dim, form.long_dim, form.num_steps, form.num_restarts, share)
+
+
+def num_matrices_of(shape: Sequence[int]) -> int:
+    """Matrices in a tensor of ``shape`` [..., m, n]."""
+    return math.prod(shape[:-2])
+
+
+def by_shape(shapes: Sequence[Sequence[int]]) -> dict[tuple[int, int], list[int]]:
+    """Return the indices of ``shapes`` by their last two dims, in order of appearance."""
+    members: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for index, shape in enumerate(shapes):
+        members[shape[-2], shape[-1]].append(index)
+    return members
+
+
+def stack_shapes(shapes: Sequence[Sequence[int]]) -> tuple[tuple[int, int, int], ...]:
+    """Return the stack [b, m, n] of each size among ``shapes``, in order of appearance."""
+    return tuple(
+        (sum(num_matrices_of(shapes[index]) for index in same), *size) for size, same in by_shape(shapes).items()
+    )
+
+
+def empty_stack(shape: tuple[int, int, int], group: Group) -> Tensor:
+    """Return an uninitialised stack [b, m, n]."""
+    return torch.empty(shape, dtype=group.dtype, device=group.device)
+
+
+def fill(stack: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Write ``tensors`` [..., m, n], normalised, one after the other to ``stack`` [b, m, n]."""
+    begin = 0
+    for g in tensors:
+        end = begin + num_matrices_of(g.shape)
+        normalize_into(g, stack[begin:end])
+        begin = end
+
+
+def finish(
+    longs: Sequence[Long], q: Tensor, members: Mapping[tuple[int, int], Sequence[int]], tensors: Sequence[Tensor]
+) -> list[Tensor]:
+    """Do the last product of each stack and cut the results into tensors like the inputs."""
+    results: dict[int, Tensor] = {}
+    for same, long in zip(members.values(), longs, strict=True):
+        dtypes = {tensors[index].dtype for index in same}
+        stack = last_product(*long.operands(q), dtypes.pop() if len(dtypes) == 1 else long.x.dtype)
+        parts = torch.split(stack, [num_matrices_of(tensors[index].shape) for index in same])
+        for index, part in zip(same, parts, strict=True):
+            like = tensors[index]
+            results[index] = part.reshape(like.shape).to(like.dtype)
+    return [results[index] for index in range(len(tensors))]
+
+
+def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype in which matrices of ``dtype`` are iterated on ``device``."""
+    if dtype == torch.float64:
+        return torch.float64
+    return torch.float16 if device.type == "cuda" else torch.float32

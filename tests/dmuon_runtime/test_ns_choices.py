@@ -1,0 +1,229 @@
+"""Measured choices: kept, merged, handed on, ignored when foreign, and used."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from dmuon_runtime import _ns_measure
+from dmuon_runtime._choice_store import ChoiceStore, choice_store, machine_of
+from dmuon_runtime._ns_choices import Choices, Form
+from dmuon_runtime._ns_groups import decide_form, is_open
+from dmuon_runtime.kernels._settings import cache_directory
+from dmuon_runtime.kernels._tiles import FLAT, LARGE, PING_PONG, SMALL, TILES, Product, candidate_tiles, decide_tile
+from dmuon_runtime.ledger import NsCount, snapshot
+from dmuon_runtime.newton_schulz import NewtonSchulz
+
+CPU = torch.device("cpu")
+MACHINE = {"chip": "test", "torch": "0"}
+SHAPES = [(2, 160, 256), (160, 160), (8, 16)]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DMUON_CACHE_DIR", str(tmp_path))
+
+
+def matrices_by(kernel: str, algorithm: str) -> int:
+    return snapshot().get((kernel, algorithm), NsCount()).matrices
+
+
+def test_the_directory_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert cache_directory() == tmp_path
+    monkeypatch.delenv("DMUON_CACHE_DIR")
+    assert cache_directory() == Path.home() / ".cache" / "dmuon"
+
+
+def test_what_is_added_is_found_by_another_process_of_the_same_machine(tmp_path: Path) -> None:
+    ChoiceStore(tmp_path, MACHINE).add({"a": "gram"})
+    assert ChoiceStore(tmp_path, MACHINE).load() == {"a": "gram"}
+    assert ChoiceStore(tmp_path, {**MACHINE, "torch": "1"}).load() == {}, "another version measures anew"
+
+
+def test_writers_merge(tmp_path: Path) -> None:
+    first, second = (ChoiceStore(tmp_path, MACHINE) for _ in range(2))
+    first.add({"a": "gram", "b": "gram"})
+    second.add({"b": "direct", "c": "direct"})
+    assert first.load() == {"a": "gram", "b": "gram", "c": "direct"}, "what this process measured counts here"
+    assert ChoiceStore(tmp_path, MACHINE).load() == {"a": "gram", "b": "direct", "c": "direct"}
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def _add_many(directory: str, name: str) -> None:
+    store = ChoiceStore(Path(directory), MACHINE)
+    for number in range(20):
+        store.add({f"{name}{number}": "gram"})
+
+
+def test_concurrent_writers_lose_nothing(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=_add_many, args=(str(tmp_path), name)) for name in "xyz"]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    assert [writer.exitcode for writer in writers] == [0, 0, 0]
+    assert len(ChoiceStore(tmp_path, MACHINE).load()) == 60
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"format": 2}', json.dumps({"format": 1, "machine": {"chip": "other"}, "choices": {"a": "b"}}),
+     json.dumps({"format": 1, "machine": MACHINE, "choices": {"a": 1}})],
+)  # fmt: skip
+def test_an_unreadable_or_foreign_file_is_ignored_and_said_once(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = ChoiceStore(tmp_path, MACHINE)
+    store.path.write_text(text)
+    assert store.load() == store.load() == {}
+    assert len(caplog.records) == 1 and "are ignored" in caplog.records[0].getMessage()
+    store.add({"a": "gram"})
+    assert ChoiceStore(tmp_path, MACHINE).load() == {"a": "gram"}, "and replaced"
+
+
+def test_where_nothing_can_be_written_choices_live_in_the_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("no directory")
+    store = ChoiceStore(blocked, MACHINE)
+    store.add({"a": "gram"})
+    store.add({"b": "gram"})
+    assert store.load() == {"a": "gram", "b": "gram"}
+    assert sum("in this process alone" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_the_machine_names_versions() -> None:
+    assert set(machine_of(CPU)) == {"chip", "driver", "torch", "triton", "quack-kernels"}
+    assert machine_of(CPU)["torch"] == torch.__version__
+    assert choice_store(CPU) is choice_store(CPU)
+
+
+def test_choices_travel_as_json() -> None:
+    choices = Choices({"form/x": "gram"})
+    assert Choices.from_json(json.loads(json.dumps(choices.to_json()))) == choices
+    with pytest.raises(ValueError, match="must map class names to winners"):
+        Choices.from_json({"a": 1})  # type: ignore[dict-item]
+
+
+def test_form_is_a_question_only_where_flops_do_not_answer_it() -> None:
+    square = Form("cublas", 1, 512, 512, "float32", 5, 1)
+    long = Form("cublas", 1, 512, 4096, "float32", 5, 1)
+    small = Form("cublas", 1, 64, 64, "float32", 5, 1)
+    assert [is_open(form) for form in (square, long, small)] == [True, False, False]
+    assert [decide_form(form, {}) for form in (square, long, small)] == ["direct", "gram", "direct"]
+    measured = {form.key: "gram" for form in (square, small)} | {long.key: "direct"}
+    assert [decide_form(form, measured) for form in (square, long, small)] == ["gram", "gram", "direct"]
+    assert decide_form(square, {square.key: "sideways"}) == "direct", "a foreign word is no choice"
+    assert square.of(5).key == square.of(8).key != square.of(9).key
+
+
+def test_tiles_are_taken_from_choices_only_where_they_compile() -> None:
+    product = Product(1, 4096, 4096, True, True, "float16")
+    assert decide_tile(product, {}) == PING_PONG
+    assert set(candidate_tiles(product)) <= {"ping_pong", "small", "flat"}
+    few = Product(1, 1024, 1024, True, True, "float16")
+    assert decide_tile(few, {}) == FLAT
+    assert decide_tile(few, {few.key: "small"}) == SMALL
+    long = Product(1, 4096, 14336, True, False, "float16")
+    assert decide_tile(long, {}) == LARGE
+    assert decide_tile(long, {long.key: "ping_pong"}) == PING_PONG
+    columns = Product(1, 4096, 14336, False, False, "float16")
+    assert decide_tile(columns, {columns.key: "large"}) == PING_PONG, "the compiler would end the process"
+    assert decide_tile(columns, {columns.key: "no tile"}) == PING_PONG
+    keys = {few.key, long.key, columns.key, product.key}
+    assert len(keys) == 4
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+@pytest.mark.parametrize("with_c", [False, True])
+@pytest.mark.parametrize("size", [256, 512, 1024, 2048, 4096, 8192])
+@pytest.mark.parametrize("number", [1, 3, 64])
+def test_the_static_choice_is_always_a_candidate(contiguous: bool, with_c: bool, size: int, number: int) -> None:
+    for inner in (size,) if with_c else (size, 4 * size):
+        product = Product(number, size, inner, contiguous, with_c, "float16")
+        usual = next(name for name in TILES if TILES[name] == decide_tile(product, {}))
+        assert usual in candidate_tiles(product)
+
+
+def test_prepare_measures_once_and_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[tuple[str, ...]] = []
+
+    def fake_times(calls: dict[str, object], *_: object, **__: object) -> dict[str, float]:
+        timed.append(tuple(calls))
+        return {name: {"gram": 1.0}.get(name, 2.0) for name in calls}
+
+    monkeypatch.setattr(_ns_measure, "milliseconds", fake_times)
+    said: list[str] = []
+    ns = NewtonSchulz()
+    before = snapshot()
+    choices = ns.prepare(SHAPES, torch.float32, CPU, said.append)
+    assert snapshot() == before, "what is measured updates nothing"
+    assert set(choices.entries.values()) == {"gram"} and len(choices.entries) == 2, "the 8 x 16 matrix is no question"
+    assert timed.count(("gram", "direct")) == 2 and len(said) == 2
+    ns(torch.ones(160, 160))
+    assert (
+        snapshot()["cublas", "gram"].matrices
+        == before.get(("cublas", "gram"), type(snapshot()["cublas", "gram"])()).matrices + 1
+    )
+    again = NewtonSchulz()
+    assert again.prepare(SHAPES, torch.float32, CPU, said.append) == choices
+    assert len(said) == 2, "known from the file"
+
+
+def test_a_measured_difference_within_the_noise_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"gram": 0.99, "direct": 1.0, "product": 1.0}
+    monkeypatch.setattr(_ns_measure, "milliseconds", lambda calls, *_, **__: {name: times[name] for name in calls})
+    entries = NewtonSchulz().prepare([(160, 160)], torch.float32, CPU).entries
+    assert list(entries.values()) == ["direct"], "the static rule's, though the other was 1 % faster"
+
+
+def test_adopted_choices_are_used_and_nothing_is_measured() -> None:
+    giver, taker = NewtonSchulz(), NewtonSchulz()
+    choices = giver.prepare([(160, 160)], torch.float32, CPU)
+    (key,) = choices.entries
+    for form in ("gram", "direct"):
+        taker.adopt(Choices.from_json({key: form}))
+        before = snapshot()
+        taker(torch.ones(160, 160))
+        ran = {
+            name
+            for name, count in snapshot().items()
+            if count.matrices > (before[name].matrices if name in before else 0)
+        }
+        assert ran == {("cublas", form)}
+    assert taker.prepare([(200, 200)], torch.float32, CPU).entries == {key: "direct"}
+
+
+def test_deterministic_measures_nothing() -> None:
+    ns = NewtonSchulz(deterministic=True)
+    assert ns.prepare([(160, 160)], torch.float32, CPU).entries == {}
+
+
+def test_measuring_on_a_cpu_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ns_measure, "CPU_BUDGET_S", 1e-9)
+    assert NewtonSchulz().prepare([(160, 160)], torch.float32, CPU).entries == {}, "the static rule stays"
+
+
+def test_real_times_are_taken_and_the_result_stays_the_same() -> None:
+    matrix = torch.randn(2, 128, 160, generator=torch.Generator().manual_seed(0))
+    ns = NewtonSchulz()
+    before = ns(matrix)
+    ns.prepare([matrix.shape], torch.float32, CPU)
+    torch.testing.assert_close(ns(matrix), before, rtol=0, atol=1e-4)
+    assert os.listdir(cache_directory())
+
+
+def test_auto_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dmuon_runtime.kernels._registry._said", set())
+    with caplog.at_level(logging.INFO, logger="dmuon_runtime"):
+        NewtonSchulz()
+        NewtonSchulz()
+    assert sum("Newton-Schulz: auto is" in record.getMessage() for record in caplog.records) == 1

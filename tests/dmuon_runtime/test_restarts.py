@@ -1,0 +1,63 @@
+"""The search for restarts: what its model says of known sets, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dmuon_runtime.coefficients import (
+    KELLER_JORDAN_COEFFICIENTS,
+    POLAR_EXPRESS_COEFFICIENTS,
+    YOU_COEFFICIENTS,
+    CoefficientError,
+    Triple,
+)
+from dmuon_runtime.newton_schulz import default_restarts
+from dmuon_runtime.restarts import restart_error, search_restarts
+
+
+@pytest.mark.parametrize("short_dim", [1024, 4096])
+def test_the_search_agrees_with_the_default(short_dim: int) -> None:
+    choice = search_restarts(POLAR_EXPRESS_COEFFICIENTS, short_dim=short_dim)
+    assert choice.restarts == default_restarts(5) == (3,)
+
+
+@pytest.mark.parametrize("coefficients", [YOU_COEFFICIENTS, KELLER_JORDAN_COEFFICIENTS])
+def test_other_sets_of_five_start_anew_at_three_as_well(coefficients: tuple[Triple, ...]) -> None:
+    assert search_restarts(coefficients).restarts == (3,)
+
+
+def test_candidates_are_all_there_and_best_first() -> None:
+    choice = search_restarts(POLAR_EXPRESS_COEFFICIENTS, num_restarts=2)
+    errors = [error for _, error in choice.candidates]
+    assert len(errors) == 6 and errors == sorted(errors)
+    assert choice.candidates[0] == (choice.restarts, choice.error)
+    assert choice.error < search_restarts(POLAR_EXPRESS_COEFFICIENTS).error, "another restart helps"
+
+
+def test_no_restart_is_worst_and_a_wider_mantissa_is_better() -> None:
+    none, one = (search_restarts(POLAR_EXPRESS_COEFFICIENTS, number) for number in (0, 1))
+    assert none.restarts == () and none.error > 20 * one.error
+    by_dtype = [search_restarts(YOU_COEFFICIENTS, dtype=dtype).error for dtype in (torch.bfloat16, torch.float16)]
+    assert by_dtype[0] > 5 * by_dtype[1]
+    assert search_restarts(YOU_COEFFICIENTS, dtype=torch.float32).error < 1e-4
+
+
+def test_a_small_matrix_rounds_more_at_the_start() -> None:
+    """The first segment's error falls with the square root of the side, so a small matrix wants an earlier restart."""
+    small, large = (restart_error(POLAR_EXPRESS_COEFFICIENTS, (3,), short_dim=n) for n in (64, 4096))
+    assert small > 5 * large
+    assert search_restarts(POLAR_EXPRESS_COEFFICIENTS, short_dim=64).restarts == (2,)
+
+
+def test_what_it_refuses() -> None:
+    with pytest.raises(ValueError, match="5 restarts do not fit: 5 steps have 4 places"):
+        search_restarts(POLAR_EXPRESS_COEFFICIENTS, 5)
+    with pytest.raises(ValueError, match="must be floating"):
+        search_restarts(POLAR_EXPRESS_COEFFICIENTS, dtype=torch.int8)
+    with pytest.raises(ValueError, match="short_dim"):
+        search_restarts(POLAR_EXPRESS_COEFFICIENTS, short_dim=0)
+    with pytest.raises(ValueError, match="too many to try"):
+        search_restarts([(1.5, -0.5, 0.0)] * 40, 10)
+    with pytest.raises(CoefficientError):
+        search_restarts([(1.0, 2.0)])
