@@ -29,7 +29,8 @@ SCHEMA = {
         "output_dtype", "master_dtype", "optim_dtype", "cast_forward_inputs",
     },
     "plan": {
-        "available", "hash", "world_size", "mesh_shape", "storage", "unit_count", "units", "units_truncated", "traffic", "totals", "ranks",
+        "available", "hash", "world_size", "mesh_shape", "storage", "unit_count", "units", "units_truncated",
+        "traffic", "totals", "ranks",
         "planned_cost", "predicted_imbalance", "warnings",
     },
     "unit": {"unit_index", "name", "num_parameters", "cast_inputs_to", "output_dtype", "buckets"},
