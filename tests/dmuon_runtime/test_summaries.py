@@ -20,7 +20,7 @@ GROUP_KEYS = {
 SCHEMA = {
     "groups": {
         "available", "num_groups", "dedicated_param_count", "owned_dedicated_param_count", "groups", "parameters",
-        "parameters_truncated", "route_param_counts", "routes", "frozen", "warnings",
+        "parameters_truncated", "route_param_counts", "routes", "guests", "frozen", "warnings",
     },
     "parameter": {
         "name", "param_name", "aliases", "route", "rule", "planned_route", "uses_sharded_adamw",
@@ -29,16 +29,18 @@ SCHEMA = {
         "output_dtype", "master_dtype", "optim_dtype", "cast_forward_inputs",
     },
     "plan": {
-        "available", "hash", "world_size", "unit_count", "units", "units_truncated", "traffic", "totals", "ranks",
+        "available", "hash", "world_size", "mesh_shape", "storage", "unit_count", "units", "units_truncated",
+        "traffic", "totals", "ranks",
         "planned_cost", "predicted_imbalance", "warnings",
     },
     "unit": {"unit_index", "name", "num_parameters", "cast_inputs_to", "output_dtype", "buckets"},
     "bucket": {
         "bucket_index", "route", "owner_rank", "num_parameters", "parameters", "numel", "param_dtype", "grad_dtype",
-        "gather_bytes", "reduce_bytes",
+        "gather_bytes", "reduce_bytes", "publish_bytes",
     },
     "totals": {
-        "forward_bytes", "backward_bytes", "reduce_bytes", "max_owner_bucket_bytes", "same_payload_all_reduce_bytes"
+        "forward_bytes", "backward_bytes", "reduce_bytes", "publish_bytes", "max_owner_bucket_bytes",
+        "same_payload_all_reduce_bytes",
     },
     "rank": {"rank", "cost", "matrices", "resident_bytes", "peak_bytes"},
 }  # fmt: skip
