@@ -207,6 +207,14 @@ def test_adopted_choices_are_used_and_nothing_is_measured() -> None:
     assert taker.prepare([(200, 200)], torch.float32, CPU).entries == {key: "direct"}
 
 
+def test_measuring_leaves_the_random_numbers_alone() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    assert NewtonSchulz().prepare([(160, 160)], torch.float32, CPU).entries
+    assert torch.equal(torch.rand(4), expected), "a start that measures trains as one that does not"
+
+
 def test_deterministic_measures_nothing() -> None:
     ns = NewtonSchulz(deterministic=True)
     assert ns.prepare([(160, 160)], torch.float32, CPU).entries == {}
