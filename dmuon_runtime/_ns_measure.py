@@ -102,7 +102,7 @@ class Measuring:
     def _form_calls(self, form: Form) -> dict[str, Call]:
         b = min(form.num_matrices, max(1, MAX_ELEMENTS // (form.short_dim * form.long_dim)))
         shape = (b, form.short_dim, form.long_dim)
-        x = torch.randn(shape, device=self._device, dtype=self._dtype) / (form.short_dim * form.long_dim) ** 0.5
+        x = self._random(shape) / (form.short_dim * form.long_dim) ** 0.5
 
         def call(algorithm: str) -> Call:
             long_dim = 0 if algorithm == "gram" else form.long_dim
@@ -116,7 +116,7 @@ class Measuring:
         n, k = product.short_dim, product.inner_dim
         b = min(product.num_matrices, max(1, MAX_ELEMENTS // (n * max(n, k))))
         timed = replace(product, num_matrices=b)
-        x = torch.randn((b, n, k) if product.contiguous else (b, k, n), device=self._device, dtype=self._dtype)
+        x = self._random((b, n, k) if product.contiguous else (b, k, n))
         left = (x if product.contiguous else x.mT).mul_(k**-0.5)
         c = torch.bmm(left, left.mT) if product.with_c else None
         out = torch.empty(b, n, n, device=self._device, dtype=self._dtype)
@@ -138,12 +138,17 @@ class Measuring:
         assert right, f"no tile computes {product}"
         return right
 
+    def _random(self, shape: tuple[int, ...]) -> Tensor:
+        """Normal numbers that leave the generators of the training alone."""
+        generator = torch.Generator(self._device).manual_seed(0)
+        return torch.randn(shape, generator=generator, device=self._device, dtype=self._dtype)
+
     def _fits(self, form: Form) -> bool:
         """On a CPU, whether timing both forms fits into what is left of the budget."""
         if self._device.type == "cuda":
             return True
         if self._rate is None:
-            x = torch.randn(512, 512, dtype=self._dtype)
+            x = self._random((512, 512))
             taken = milliseconds({"product": lambda: x @ x}, self._device, rounds=2)["product"]
             self._rate = 2 * 512**3 / taken * 1e3
         settings = (form.short_dim, form.long_dim, form.num_steps, form.num_restarts, 1.0)

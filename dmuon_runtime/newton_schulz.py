@@ -157,6 +157,7 @@ class NewtonSchulz:
         """
         if self._adopted or self.deterministic:
             return self._choices
+        device = _with_index(device)
         coefficients, restarts = self.plan(steps)
         store = choice_store(device)
         measuring = Measuring(device, compute_dtype(dtype, device), Recipe(coefficients, restarts), store, progress)
@@ -198,6 +199,7 @@ class NewtonSchulz:
         Returns:
             The decisions, for :meth:`adopt` on other ranks: bits of a result depend on them.
         """
+        device = _with_index(device)
         self.measure([shapes], dtype, device, progress, steps)
         if device.type == "cuda" and shapes:
             if progress is not None:
@@ -312,6 +314,11 @@ class NewtonSchulz:
             inputs = self._graphs.inputs(shapes, group.dtype, group.device)
             found = self._graphs.capture(key, inputs, lambda stacks: recipe.run(group, stacks, self._choices.entries))
         return found
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """Return ``device`` as tensors on it name it."""
+    return torch.empty(0, device=device).device
 
 
 def _refuse_non_matrices(matrices: Sequence[Tensor]) -> None:

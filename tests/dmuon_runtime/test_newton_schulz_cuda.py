@@ -170,6 +170,7 @@ def test_prepare_leaves_nothing_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("DMUON_CACHE_DIR", str(tmp_path))
     shapes, device = [(2, 1024, 1024), (1, 1024, 2048), (2048, 512)], torch.device("cuda", torch.cuda.current_device())
     ns, said = NewtonSchulz(), list[str]()
+    torch.cuda.synchronize()
     before = snapshot()
     choices = ns.prepare(shapes, torch.float32, device, said.append)
     assert snapshot() == before, "what is prepared updates nothing"

@@ -10,13 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from dmuon_runtime import _ns_measure
 from dmuon_runtime._choice_store import ChoiceStore, choice_store, machine_of
 from dmuon_runtime._ns_choices import Choices, Form
-from dmuon_runtime._ns_groups import decide_form, is_open
+from dmuon_runtime._ns_groups import Group, Recipe, decide_form, is_open
+from dmuon_runtime._ns_measure import Measuring
+from dmuon_runtime.kernels import KERNELS
+from dmuon_runtime.kernels._cublas import plain_product
 from dmuon_runtime.kernels._settings import cache_directory
 from dmuon_runtime.kernels._tiles import FLAT, LARGE, PING_PONG, SMALL, TILES, Product, candidate_tiles, decide_tile
+from dmuon_runtime.kernels.syrk_quack import Quack, product_of
 from dmuon_runtime.ledger import NsCount, snapshot
 from dmuon_runtime.newton_schulz import NewtonSchulz
 
@@ -202,6 +207,14 @@ def test_adopted_choices_are_used_and_nothing_is_measured() -> None:
     assert taker.prepare([(200, 200)], torch.float32, CPU).entries == {key: "direct"}
 
 
+def test_measuring_leaves_the_random_numbers_alone() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    assert NewtonSchulz().prepare([(160, 160)], torch.float32, CPU).entries
+    assert torch.equal(torch.rand(4), expected), "a start that measures trains as one that does not"
+
+
 def test_deterministic_measures_nothing() -> None:
     ns = NewtonSchulz(deterministic=True)
     assert ns.prepare([(160, 160)], torch.float32, CPU).entries == {}
@@ -227,3 +240,43 @@ def test_auto_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest
         NewtonSchulz()
         NewtonSchulz()
     assert sum("Newton-Schulz: auto is" in record.getMessage() for record in caplog.records) == 1
+
+
+class FakeQuack(Quack):
+    """quack's tiles on a CPU: ``wrong`` computes nonsense."""
+
+    wrong = "small"
+
+    def _launch(self, a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, out: Tensor) -> None:
+        plain_product(a, b, c, alpha, beta, out)
+        if decide_tile(product_of(a, b, c), self._choices) == TILES[self.wrong]:
+            out.mul_(2)
+
+
+def measure_tiles(path: Path) -> dict[str, str]:
+    store = ChoiceStore(path, MACHINE)
+    measuring = Measuring(CPU, torch.float32, Recipe(*NewtonSchulz().plan(5)), store, None)
+    measuring.tiles(Group(CPU, torch.float32, 1024, 0, "quack", "gram"), [(1, 1024, 1024), (1, 2048, 1024)])
+    return measuring.found
+
+
+def test_tiles_are_measured_for_every_product_and_a_wrong_one_never_wins(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(KERNELS, "quack", FakeQuack())
+    names: list[tuple[str, ...]] = []
+
+    def times(calls: dict[str, object], *_: object) -> dict[str, float]:
+        names.append(tuple(calls))
+        return {name: float(place) for place, name in enumerate(calls, 1)}
+
+    monkeypatch.setattr(_ns_measure, "milliseconds", times)
+    found = measure_tiles(tmp_path)
+    assert names == [("flat", "ping_pong"), ("flat", "ping_pong"), ("ping_pong",)], "shared products, then each stack"
+    assert found == {
+        "tile/2/1024/1024/rows+c/float32": "flat",
+        "tile/1/1024/1024/rows/float32": "flat",
+        "tile/1/1024/2048/columns/float32": "ping_pong",
+    }
+    assert any("is wrong on" in record.getMessage() for record in caplog.records)
+    assert measure_tiles(tmp_path) == found and len(names) == 3, "known from the file"
