@@ -7,6 +7,7 @@ process alone; each is logged once.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import json
@@ -19,7 +20,6 @@ from contextlib import contextmanager
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 
@@ -36,11 +36,21 @@ PACKAGES = ("triton", "quack-kernels")
 def machine_of(device: torch.device) -> dict[str, str]:
     """Return all that a measured time depends on: chip, driver and versions (on a CPU its threads, too)."""
     if device.type == "cuda":
-        chip, driver = torch.cuda.get_device_name(device), str(cast(Any, torch._C)._cuda_getDriverVersion())
+        chip, driver = torch.cuda.get_device_name(device), _driver_version()
     else:
         chip = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
         driver = f"{torch.get_num_threads()} threads"
     return {"chip": chip, "driver": driver, "torch": torch.__version__, **{name: _version(name) for name in PACKAGES}}
+
+
+def _driver_version() -> str:
+    """What CUDA's own driver says of itself; torch has no public word for it in all supported versions."""
+    version = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return "unknown"
+    return "unknown" if failed else str(version.value)
 
 
 def choice_store(device: torch.device) -> ChoiceStore:

@@ -166,7 +166,12 @@ def _confirm(rank: Rank, plan_hash: str, fingerprint: str) -> None:
 
 
 def _prepare(rank: Rank, plan: dmuon.RuntimePlan, switch: KernelSwitch) -> None:
-    """Measure on rank 0, take its choices over on every rank so that all compute the same bits, and compile."""
+    """Measure on rank 0, take its choices over on every rank so that all compute the same bits, and compile.
+
+    On a CPU nothing is compiled, and the rule that counts FLOPs decides: a spec gives the same bits every time.
+    """
+    if rank.device.type == "cpu":
+        return
     calls = ns_calls(plan, rank.spec.optimizer.muon.ns_steps, rank.spec.world_size)
     if rank.rank == 0:
         choices = switch.measure(calls, lambda message: _log.info("Newton-Schulz: %s", message))
