@@ -28,9 +28,15 @@ class WorkerSettings:
     """Reports of a rank that wait to be sent; more are dropped, oldest first, and counted."""
     orthogonality_every_steps: int = 25
     """Steps between two samples of the orthogonality of an update."""
+    prepare_kernels: bool = False
+    """Measure and compile Newton-Schulz on a GPU before the first step instead of in it; ``DMUON_PREPARE_KERNELS=1``.
+
+    Off until the whole of it has been run on GPUs of each kind that a service has.
+    """
 
 
 def read_settings() -> WorkerSettings:
     """Read the environment. Call it once, where a process starts."""
-    cache = os.environ.get("DMUON_CACHE_DIR")
-    return WorkerSettings(cache_directory=Path(cache)) if cache else WorkerSettings()
+    cache, prepare = os.environ.get("DMUON_CACHE_DIR"), os.environ.get("DMUON_PREPARE_KERNELS") == "1"
+    directory = Path(cache) if cache else _default_cache()
+    return WorkerSettings(cache_directory=directory, prepare_kernels=prepare)

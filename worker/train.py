@@ -170,7 +170,7 @@ def _prepare(rank: Rank, plan: dmuon.RuntimePlan, switch: KernelSwitch) -> None:
 
     On a CPU nothing is compiled, and the rule that counts FLOPs decides: a spec gives the same bits every time.
     """
-    if rank.device.type == "cpu":
+    if rank.device.type == "cpu" or not rank.settings.prepare_kernels:
         return
     calls = ns_calls(plan, rank.spec.optimizer.muon.ns_steps, rank.spec.world_size)
     if rank.rank == 0:
