@@ -23,6 +23,7 @@ __all__ = ["live_ray", "start_ray", "stop_ray"]
 
 _START_S, _STOP_S = 60.0, 10.0
 _READY = "Ray runtime started"
+_PARTS = frozenset({"gcs_server", "raylet"})
 
 
 def _record_path(settings: Settings) -> Path:
@@ -41,8 +42,9 @@ def start_ray(settings: Settings, *, num_cpus: int | None = None) -> ProcessReco
         RayProcessError: it did not come up; the error holds the end of its log.
     """
     found = live_ray(settings)
-    if found is not None:
+    if found is not None and _whole(found):
         return found
+    stop_ray(settings)  # what is left of one that has died: processes without a head, its directory
     ensure_secret(settings.ray_token_file)
     # Ray puts sockets below its directory, and the path of a socket may have 107 bytes: a short one of our own.
     temp_dir = tempfile.mkdtemp(prefix="dm-")
@@ -60,6 +62,12 @@ def start_ray(settings: Settings, *, num_cpus: int | None = None) -> ProcessReco
     record.save(_record_path(settings))
     _wait_until_ready(settings, child, log)
     return record
+
+
+def _whole(record: ProcessRecord) -> bool:
+    """True when the parts of Ray without which no job runs are alive; its head stays up when they die."""
+    names = {process.name() for process in session_processes(record.pid) if _runs(process)}
+    return names >= _PARTS
 
 
 def _command(port: int, temp_dir: str, num_cpus: int | None) -> list[str]:
@@ -108,11 +116,26 @@ def stop_ray(settings: Settings) -> list[int]:
     if head is not None:
         left = end_processes(head, session_processes(record.pid), patience_s=_STOP_S)
         left += [process.pid for process in session_processes(record.pid) if _runs(process)]
+    elif orphans := _orphans(record):
+        left = end_processes(orphans[0], orphans[1:], patience_s=_STOP_S)
     if record.temp_dir is not None and not left:
         shutil.rmtree(record.temp_dir, ignore_errors=True)
     if not left:
         path.unlink(missing_ok=True)
     return left
+
+
+def _orphans(record: ProcessRecord) -> list[psutil.Process]:
+    """Return what a dead head left: members of its session that name its directory, or bear Ray's own name."""
+    found = []
+    for process in session_processes(record.pid):
+        try:
+            line, born_at = " ".join(process.cmdline()), process.create_time()
+        except psutil.Error:
+            continue
+        if born_at >= record.born_at and (line.startswith("ray::") or (record.temp_dir or "\0") in line):
+            found.append(process)
+    return found
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -138,7 +138,10 @@ def ensure_secret(path: Path) -> str:
         with contextlib.suppress(FileExistsError):
             os.link(draft, path)
         draft.unlink()
-    return path.read_text().split()[0]
+    words = path.read_text().split()
+    if not words:
+        raise SettingsInvalid(f"the token file {path} is empty; delete it, and a new token is made")
+    return words[0]
 
 
 def ray_auth_environment(token_file: Path) -> dict[str, str]:

@@ -53,7 +53,8 @@ def connected(url: str | None) -> Iterator[Client]:
         settings = Settings.from_environment()
         record = ProcessRecord.load(server_record_path(settings))
         where = url or (record.address if record else f"http://{settings.host}:{settings.port}")
-        token = settings.token_file.read_text().split()[0] if settings.token_file.exists() else None
+        words = settings.token_file.read_text().split() if settings.token_file.exists() else []
+        token = words[0] if words else None
         with Client(where, token) as client:
             yield client
 

@@ -17,6 +17,7 @@ __all__ = ["follow"]
 
 _PAUSE_S = 0.4
 _QUIET = ("submitted", "state", "rank_error")
+"""Kinds that the bar or the closing table shows anyway."""
 
 
 def follow(
@@ -50,7 +51,7 @@ def _watch(client: Client, job_id: str, bar: Progress, task: TaskID, deadline: f
         page = client.events(job_id, after=cursor)
         cursor = page.next_after
         for event in page.events:
-            if event.kind not in _QUIET or event.kind == "rank_error":
+            if _is_news(event):
                 bar.console.print(f"  {event.kind}: {event.message}", markup=False)
         progress = job.progress
         bar.update(task, description=job.state, total=progress.steps, completed=progress.step, text=_line(progress))
@@ -59,6 +60,15 @@ def _watch(client: Client, job_id: str, bar: Progress, task: TaskID, deadline: f
         if time.monotonic() > deadline:
             raise FollowTimeout(f"job {job_id} is still {job.state} ({job.message or 'no reason is known'})")
         time.sleep(_PAUSE_S)
+
+
+def _is_news(event: r.EventResource) -> bool:
+    """False for what the bar or another event says as well: of conditions, those that came true as they should."""
+    if event.kind == "routes_verified":
+        return event.data.get("ok") is False  # the condition of the same name has all ranks' figures
+    if event.kind == "condition" and event.data.get("status") == "True":
+        return event.data.get("type") in ("RoutesVerified", "Planned")
+    return event.kind not in _QUIET
 
 
 def _line(progress: r.Progress) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
+import tempfile
 from collections.abc import Mapping
 
 from orchestrator.api.app import create_app
 from orchestrator.cli._console import console, server_record_path
-from orchestrator.errors import RayProcessError
+from orchestrator.errors import SettingsInvalid
 from orchestrator.launcher_process import ProcessLauncher
 from orchestrator.planner import EntryPlanner, Planner, ProcessPlanner
 from orchestrator.processes import ProcessRecord, end_processes, helpers_of
@@ -20,11 +22,15 @@ __all__ = ["down", "up"]
 
 def up(settings: Settings, *, num_cpus: int | None) -> None:
     """Serve until a signal comes. Ray, and what runs on it, stays; ``down`` ends it."""
-    settings.state_dir.mkdir(parents=True, exist_ok=True)
+    _make_state_dir(settings)
     record_path = server_record_path(settings)
     running = ProcessRecord.load(record_path)
     if running is not None:
-        raise RayProcessError(f"the service of {settings.state_dir} runs already at {running.address}")
+        raise SettingsInvalid(
+            f"the service of {settings.state_dir} runs already at {running.address}; use it, end it with "
+            "'dmuonctl down', or give this one another DMUON_STATE_DIR"
+        )
+    _check_port(settings)
     address, environment = settings.ray_address, {}
     if address is None:
         address = start_ray(settings, num_cpus=num_cpus).address
@@ -37,6 +43,42 @@ def up(settings: Settings, *, num_cpus: int | None) -> None:
         serve(app, settings.host, settings.port)
     finally:
         record_path.unlink(missing_ok=True)
+    if settings.ray_address is None:
+        console.print("The server has ended; Ray and its jobs run on. 'dmuonctl up' finds them, 'down' ends them.")
+
+
+def _make_state_dir(settings: Settings) -> None:
+    """Make the folder, and see that it can be written to.
+
+    Raises:
+        SettingsInvalid: it cannot.
+    """
+    try:
+        settings.state_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=settings.state_dir):
+            pass
+    except OSError as error:
+        raise SettingsInvalid(
+            f"the state directory {settings.state_dir} cannot be written to ({error.strerror}); "
+            "name another one in DMUON_STATE_DIR"
+        ) from None
+
+
+def _check_port(settings: Settings) -> None:
+    """See that the port is free before anything is started.
+
+    Raises:
+        SettingsInvalid: it is taken, or the host is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((settings.host, settings.port))
+        except OSError as error:
+            raise SettingsInvalid(
+                f"port {settings.port} of {settings.host} cannot be used ({error.strerror}); choose another with --port"
+            ) from None
 
 
 def _planner(settings: Settings, address: str, environment: Mapping[str, str]) -> Planner:

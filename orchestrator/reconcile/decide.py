@@ -70,6 +70,8 @@ def decide_admissions(waiting: Sequence[Waiting], capacity: Capacity, reserved: 
             decisions.append(Admission(job_id=job.job_id, start=True))
         else:
             text = f"{job.workers} workers ask for {asked} at once; {free} are free now"
+            if not capacity.nodes:
+                text = "the cluster has no live machine; if it is not coming up, 'dmuonctl down' and 'up' start anew"
             decisions.append(Admission(job_id=job.job_id, message=text))
             blocked_by = job.job_id if job.waited_s > STARVATION_S else ""
     return decisions
