@@ -45,7 +45,7 @@ def render_report(report: Report) -> RenderableType:
     parts: list[RenderableType] = [head, Text(numbers)]
     parts += [Text(f"{error.pointer or '/'}: {error.message}", style="red") for error in job.errors]
     for group in job.rank_errors:
-        ranks = ", ".join(str(rank) for rank in sorted(group.ranks))
+        ranks = ", ".join(str(rank) for rank in sorted(group.ranks, key=lambda rank: -1 if rank is None else rank))
         parts.append(Text(f"ranks {ranks}: {group.type}: {group.message}", style="red"))
     if report.routes is not None:
         parts += [_route_table(report.routes), _rank_table(report.routes), _kernel_table(report.routes)]
