@@ -123,10 +123,12 @@ def _matching(patterns: Sequence[str]) -> list[Path]:
 
 
 def _below(directory: Path) -> list[Path]:
-    files = sorted(path for path in directory.rglob("*") if path.is_file()) if directory.is_dir() else []
+    # Not the methods of Path: they raise for a name that is too long, or a place that may not be looked at.
+    exists = os.path.isdir(directory)
+    files = sorted(path for path in directory.rglob("*") if os.path.isfile(path)) if exists else []
     errors = []
     if not files:
-        problem = "holds no file" if directory.is_dir() else "is no directory"
+        problem = "holds no file" if exists else "is no directory"
         message = f"{str(directory)!r} {problem} (looked from {os.getcwd()})"
         errors.append(FieldError(pointer="/data/directory", code="missing_path", message=message))
     return _readable(files, "/data/directory", errors)
