@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -17,6 +18,9 @@ from worker.contract.spec import JobSpec
 
 __all__ = ["PLANNER_COMMAND", "EntryPlanner", "Planner", "ProcessPlanner"]
 
+_log = logging.getLogger(__name__)
+_MAX_REASON = 500
+"""Characters of a failure that go into an answer or onto a job; the log has all of it."""
 PLANNER_COMMAND = (sys.executable, "-m", "worker", "plan", "--serve")
 
 
@@ -45,6 +49,11 @@ class Planner(Protocol):
         ...
 
 
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _MAX_REASON else line[: _MAX_REASON - 3] + "..."
+
+
 class _AnswerReader:
     """The two questions in terms of one exchange of texts."""
 
@@ -67,9 +76,10 @@ class _AnswerReader:
         try:
             answer = PlanAnswer.model_validate_json(text)
         except ValidationError as error:
-            raise PlannerFailed(f"the planner's answer breaks the contract: {error}") from None
+            raise PlannerFailed(f"the planner's answer breaks the contract: {_one_line(str(error))}") from None
         if answer.failure is not None:
-            raise PlannerFailed(f"the planner failed: {answer.failure}\n{answer.failure.traceback}".rstrip())
+            _log.error("the planner failed: %s\n%s", answer.failure, answer.failure.traceback)
+            raise PlannerFailed(f"the planner failed: {_one_line(str(answer.failure))}")
         return answer
 
 
@@ -83,7 +93,7 @@ class EntryPlanner(_AnswerReader):
         try:
             return self._send(request)
         except (LauncherUnavailable, StartFailed) as error:
-            raise PlannerFailed(f"planning in the cluster failed: {error}") from None
+            raise PlannerFailed(f"planning in the cluster failed: {_one_line(str(error))}") from None
 
     def close(self) -> None:
         """Close what asks."""

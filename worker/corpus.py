@@ -111,22 +111,27 @@ def _matching(patterns: Sequence[str]) -> list[Path]:
         files = [Path(name) for name in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(name)]
         found.update(dict.fromkeys(files))
         if not files:
-            errors.append(
-                FieldError(
-                    pointer=f"/data/files/{index}",
-                    code="missing_path",
-                    message=f"no file matches {pattern!r} (looked from {os.getcwd()})",
-                    suggestion="Write an absolute path; '**' crosses directories.",
-                )
-            )
+            errors.append(_no_match(f"/data/files/{index}", pattern))
     return _readable(list(found), "/data/files", errors)
 
 
+def _no_match(pointer: str, pattern: str) -> FieldError:
+    if os.path.isdir(pattern):
+        message = f"{pattern!r} is a directory, and files takes patterns of files"
+        cure = f"Use data.directory: {pattern}, which reads all files below it."
+    else:
+        message = f"no file matches {pattern!r} (looked from {os.getcwd()})"
+        cure = "Write an absolute path; '**' crosses directories."
+    return FieldError(pointer=pointer, code="missing_path", message=message, suggestion=cure)
+
+
 def _below(directory: Path) -> list[Path]:
-    files = sorted(path for path in directory.rglob("*") if path.is_file()) if directory.is_dir() else []
+    # Not the methods of Path: they raise for a name that is too long, or a place that may not be looked at.
+    exists = os.path.isdir(directory)
+    files = sorted(path for path in directory.rglob("*") if os.path.isfile(path)) if exists else []
     errors = []
     if not files:
-        problem = "holds no file" if directory.is_dir() else "is no directory"
+        problem = "holds no file" if exists else "is no directory"
         message = f"{str(directory)!r} {problem} (looked from {os.getcwd()})"
         errors.append(FieldError(pointer="/data/directory", code="missing_path", message=message))
     return _readable(files, "/data/directory", errors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ def build_model(spec: JobSpec, vocab_size: int, *, meta: bool = False) -> nn.Mod
     if spec.model.activation_checkpointing:
         _enable_checkpointing(model)
     freeze_excluded(model, spec.routing.exclude)
+    _check_trainable(model, spec.routing.exclude)
     model.train()
     return model
 
@@ -51,6 +53,13 @@ def freeze_excluded(model: nn.Module, tokens: tuple[str, ...]) -> None:
             parameter.requires_grad_(False)
 
 
+def _check_trainable(model: nn.Module, exclude: tuple[str, ...]) -> None:
+    parameters = list(model.parameters())
+    if exclude and not any(parameter.requires_grad for parameter in parameters):
+        message = f"found {list(exclude)}, which excludes all {len(parameters)} parameters: nothing is left to train"
+        raise _refused("/routing/exclude", "nothing_matched", message, "Remove a token, or make it longer.")
+
+
 def _refused(pointer: str, code: str, message: str, suggestion: str | None = None) -> PlanRefused:
     return PlanRefused([FieldError(pointer=pointer, code=code, message=message, suggestion=suggestion)])
 
@@ -59,6 +68,8 @@ def _config(model: ModelSpec, vocab_size: int) -> Any:
     from transformers import AutoConfig
 
     if model.path is not None:
+        if not os.path.isdir(model.path):  # transformers would take it for a name on the hub
+            raise _refused("/model/path", "bad_model_path", f"no such directory: {model.path}")
         try:
             return AutoConfig.from_pretrained(model.path, local_files_only=True)
         except Exception as error:  # transformers raises whatever its parsers raise

@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 from orchestrator import resources as r
 from orchestrator.api.auth import Principal, require
 from orchestrator.api.build import comm_figures, condition_resource, ns_figures, step_point
-from orchestrator.api.service import ServiceOf, reply
+from orchestrator.api.service import MAX_INTEGER, ServiceOf, reply
 from orchestrator.errors import Conflict, NotFound
 from orchestrator.store.attempts import attempts_of, last_attempt, reports_of_steps, totals_of
 from orchestrator.store.jobs import conditions_of, find_job, plan_of
@@ -31,8 +31,8 @@ def metrics(
     service: ServiceOf,
     _: Reader,
     job_id: str,
-    attempt: Annotated[int | None, Query(ge=1, description="Default: the last one")] = None,
-    after: Annotated[int, Query(ge=0, description="Step after which to begin")] = 0,
+    attempt: Annotated[int | None, Query(ge=1, le=MAX_INTEGER, description="Default: the last one")] = None,
+    after: Annotated[int, Query(ge=0, le=MAX_INTEGER, description="Step after which to begin")] = 0,
     limit: Annotated[int, Query(ge=1, le=2000)] = 500,
 ) -> Response:
     """Steps of an attempt in order; ask again with ``next_after``."""

@@ -21,9 +21,14 @@ from orchestrator.store.database import Database
 from orchestrator.store.idempotency import Answer, KeyedRequest, begin, finish
 from orchestrator.timings import Histogram
 
-__all__ = ["JSON", "Body", "IdempotencyHeader", "Service", "ServiceOf", "answer_once", "keyed", "replay", "reply"]
+__all__ = [
+    "JSON", "MAX_INTEGER", "Body", "IdempotencyHeader", "Service", "ServiceOf", "answer_once", "keyed", "replay",
+    "reply",
+]  # fmt: skip
 
 JSON = "application/json"
+MAX_INTEGER = 2**63 - 1
+"""What a column of the store holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

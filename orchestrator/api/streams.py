@@ -16,7 +16,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from orchestrator import resources as r
 from orchestrator.api.auth import Principal, require
 from orchestrator.api.build import event_resource
-from orchestrator.api.service import Service, ServiceOf, reply
+from orchestrator.api.service import MAX_INTEGER, Service, ServiceOf, reply
 from orchestrator.errors import InvalidInput
 from orchestrator.store.jobs import events_after, find_job
 from worker.contract.errors import FieldError
@@ -45,7 +45,7 @@ async def events(
     job_id: str,
     accept: Annotated[str, Header()] = "",
     last_event_id: Annotated[str | None, Header(alias="Last-Event-ID")] = None,
-    after: Annotated[int, Query(ge=0)] = 0,
+    after: Annotated[int, Query(ge=0, le=MAX_INTEGER)] = 0,
     limit: Annotated[int, Query(ge=1, le=1000)] = 200,
 ) -> Response:
     """Events after ``after`` (or ``Last-Event-ID``); with ``Accept: text/event-stream`` as they come, until the end."""
@@ -64,10 +64,11 @@ async def events(
 
 
 def _seq(text: str) -> int:
-    if text.isascii() and text.isdigit():
+    if text.isascii() and text.isdigit() and len(text) <= 19 and int(text) <= MAX_INTEGER:
         return int(text)
+    shown = text if len(text) <= 40 else text[:40] + "..."
     error = FieldError(
-        pointer="/header/Last-Event-ID", code="unreadable", message=f"found {text!r}, expected the id of an event"
+        pointer="/header/Last-Event-ID", code="unreadable", message=f"found {shown!r}, expected the id of an event"
     )
     raise InvalidInput("Last-Event-ID cannot be read", (error,))
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import uuid
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from orchestrator import resources as r
 from orchestrator.cli import _console as c
@@ -18,7 +21,7 @@ from orchestrator.cli.follow import follow
 from orchestrator.cli.report import collect_report, render_plan, render_report
 from orchestrator.cli.serving import down as end_service
 from orchestrator.cli.serving import up as run_service
-from orchestrator.client import StreamEnd
+from orchestrator.client import Client, StreamEnd
 from orchestrator.settings import Settings
 
 __all__ = ["app", "main"]
@@ -28,6 +31,10 @@ Url = Annotated[str | None, typer.Option(help="Address of the service; by defaul
 AsJson = Annotated[bool, typer.Option("--json", help="Print the document for a program.")]
 SpecFile = Annotated[Path, typer.Argument(help="Job spec, YAML or JSON.")]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Stay until the end.")]
+
+
+_PAGE = 200
+"""Jobs asked for at once; a list is read to its end."""
 
 
 @app.command()
@@ -81,14 +88,19 @@ def submit(
         job = client.submit(text, key=uuid.uuid4().hex, expected_plan_hash=expected_plan_hash)
         if as_json and not following:
             return c.print_json(job)
-        c.console.print(f"job {job.id} ({job.name}) was submitted", markup=False)
+        if not as_json:
+            c.console.print(f"job {job.id} ({job.name}) was submitted", markup=False)
         if not following:
             return
+        shown = Console(stderr=True, highlight=False) if as_json else c.console
         hint = f"Come back with: dmuonctl get {job.id} --follow"
         try:
-            job = follow(client, job.id, c.console, detach_hint=hint)
+            job = follow(client, job.id, shown, detach_hint=hint)
         except KeyboardInterrupt:
             raise typer.Exit(0) from None
+        finally:
+            if as_json:
+                c.print_json(job)
     raise typer.Exit(0 if job.state == "SUCCEEDED" else c.FAILED)
 
 
@@ -102,11 +114,21 @@ def listing(
 ) -> None:
     """List jobs, newest first."""
     with c.connected(url) as client:
-        page = client.jobs(state=state, project=project, label=label, page_size=100)
+        jobs = tuple(_all_jobs(client, state=state, project=project, label=label))
     if as_json:
-        return c.print_json(page)
-    for job in page.jobs:
+        return c.print_json(r.JobPage(jobs=jobs))
+    for job in jobs:
         c.console.print(f"{job.id}  {job.state:<10} {job.project}/{job.name}  {job.message}", markup=False)
+
+
+def _all_jobs(client: Client, **filters: str | None) -> Iterator[r.JobSummary]:
+    token: str | None = None
+    while True:
+        page = client.jobs(**filters, page_size=_PAGE, page_token=token)
+        yield from page.jobs
+        token = page.next_page_token
+        if token is None:
+            return
 
 
 @app.command()
@@ -142,16 +164,28 @@ def report(job_id: str, url: Url = None, as_json: AsJson = False) -> None:
 
 @app.command()
 def events(job_id: str, following: Follow = False, url: Url = None, as_json: AsJson = False) -> None:
-    """Print a job's events, with --follow until it ends."""
+    """Print a job's events, with --follow until it ends. --json prints one document, with --follow one a line."""
     with c.connected(url) as client:
-        items = client.stream(job_id) if following else client.events(job_id).events
-        for item in items:
+        if as_json and not following:
+            found = tuple(_all_events(client, job_id))
+            return c.print_json(r.EventPage(events=found, next_after=found[-1].seq if found else 0))
+        for item in client.stream(job_id) if following else _all_events(client, job_id):
             if as_json:
                 typer.echo(item.model_dump_json())
             elif isinstance(item, StreamEnd):
                 c.console.print(f"end: {item.state or ''} {item.reason or ''}", markup=False)
             else:
                 c.console.print(f"{item.seq:>5}  {item.kind}: {item.message}", markup=False)
+
+
+def _all_events(client: Client, job_id: str) -> Iterator[r.EventResource]:
+    after = 0
+    while True:
+        page = client.events(job_id, after=after)
+        if not page.events:
+            return
+        yield from page.events
+        after = page.next_after
 
 
 @app.command()
@@ -221,12 +255,13 @@ def demo(
 
 
 @app.command("version")
-def show_version() -> None:
+def show_version(as_json: AsJson = False) -> None:
     """Print the version."""
     try:
-        typer.echo(version("dmuon-service"))
+        found = version("dmuon-service")
     except PackageNotFoundError:
-        typer.echo("unknown")
+        found = "unknown"
+    typer.echo(json.dumps({"version": found}) if as_json else found)
 
 
 def main() -> None:

@@ -130,9 +130,9 @@ def _write_token(number: int, wanted: JobFilter) -> str:
 def _read_token(token: str, wanted: JobFilter) -> int:
     try:
         number, identity = json.loads(base64.urlsafe_b64decode(token + "=" * (-len(token) % 4)))
-    except (ValueError, TypeError, binascii.Error):
+    except (ValueError, TypeError, RecursionError, binascii.Error):
         raise InvalidPageToken("page_token is not one that this service gave out; leave it out to start anew") from None
-    if identity != _identity(wanted) or not isinstance(number, int):
+    if identity != _identity(wanted) or not isinstance(number, int) or not 0 <= number < 2**63:
         raise InvalidPageToken("page_token belongs to a list with other filters; repeat those, or start anew")
     return number
 

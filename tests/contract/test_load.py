@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -124,3 +125,89 @@ def test_yaml_and_json_are_the_same_document() -> None:
     document = parse_document(text)
     assert document["model"]["config"]["rms_norm_eps"] == 1e-5
     assert load_spec(json.dumps(document)) == load_spec(text)
+
+
+HEAD = "api_version: v1\nname: tiny\ndata: {sequence_length: 16}\ntraining: {steps: 2, global_batch: 4}\n"
+
+
+def bomb(link: str) -> str:
+    """A model configuration that doubles with every line."""
+    lines = ["  a0: &a0 {x0: 1, y0: text}"] + [f"  a{n}: &a{n} {link.format(n - 1)}" for n in range(1, 60)]
+    return HEAD + "model:\n type: llama\n config:\n" + "\n".join(lines)
+
+
+@pytest.mark.parametrize("link", ["[*a{0}, *a{0}]", "{{<<: [*a{0}, *a{0}]}}", "{{b: *a{0}, c: *a{0}}}"])
+def test_aliases_that_expand_without_bound(link: str) -> None:
+    began = time.monotonic()
+    assert errors_of(bomb(link)) == {"": "unreadable"}
+    assert time.monotonic() - began < 5
+
+
+def test_a_long_text_that_aliases_repeat() -> None:
+    text = HEAD + f"model: {{type: llama, config: {{a: &a {'x' * 500_000}, b: [*a, *a, *a]}}}}"
+    assert errors_of(text) == {"": "unreadable"}
+
+
+@pytest.mark.parametrize("depth", [70, 700, 5000])
+def test_too_deep(depth: int) -> None:
+    text = json.dumps(changed("model.config", "@")).replace('"@"', '{"a": ' * depth + "1" + "}" * depth)
+    assert set(errors_of(text).values()) <= {"too_deep", "unreadable"}
+
+
+def test_a_document_that_holds_itself() -> None:
+    text = HEAD + "model: {type: llama, config: &a {b: *a}}"
+    assert set(errors_of(text).values()) == {"too_deep"}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "pointer"),
+    [
+        ("labels", {"a": "\ud800"}, "/labels/a"),
+        ("labels", {"\ud800": "a"}, "/labels/\\ud800"),
+        ("model.config", {"a": ["b", "\udfff"]}, "/model/config/a/1"),
+    ],
+)
+def test_text_that_is_no_unicode(path: str, value: Any, pointer: str) -> None:
+    assert errors_of(json.dumps(changed(path, value))) == {pointer: "not_text"}
+    with pytest.raises(SpecInvalid):
+        load_spec('{"name": "\ud800"}')
+
+
+def test_values_and_keys_that_json_does_not_know() -> None:
+    text = HEAD + "labels: {1: a}\nmodel: {type: llama, config: {a: !!binary aGk=, b: 0x" + "f" * 5000 + "}}"
+    assert errors_of(text) == {
+        "/labels/1": "string_type",
+        "/model/config/a": "not_json",
+        "/model/config/b": "too_large",
+    }
+
+
+def test_merge_keys() -> None:
+    text = "model: {type: llama, config: {a: &a {p: 1, q: 2}, b: &b {<<: *a, q: 3}, c: {<<: [*b, *a], p: 4}}}\n"
+    assert load_spec(HEAD + text).model.config == {"a": {"p": 1, "q": 2}, "b": {"p": 1, "q": 3}, "c": {"p": 4, "q": 3}}
+    assert errors_of(HEAD + text.replace("q: 3", "q: 3, q: 3")) == {"": "unreadable"}
+    assert errors_of(HEAD + text.replace("<<: *a", "<<: 3")) == {"": "unreadable"}
+
+
+@pytest.mark.parametrize("value", [True, "10", 10.0])
+def test_a_whole_number_is_written_as_one(value: Any) -> None:
+    with pytest.raises(SpecInvalid) as caught:
+        validate_spec(changed("training.steps", value))
+    (error,) = caught.value.errors
+    assert error.pointer == "/training/steps" and repr(value) in error.message
+
+
+def test_strict_types_let_through_what_json_means() -> None:
+    document = changed("optimizer", {"adamw": {"betas": [0, 0.5]}, "muon": {"lr": 1}})
+    document["kernels"] = {"kernel": "auto", "coefficients": [[1, 2, 3.5]]}
+    spec = validate_spec(document)
+    assert (spec.optimizer.muon.lr, spec.optimizer.adamw.betas, spec.kernels.kernel) == (1.0, (0.0, 0.5), "auto")
+    for path, value in (("optimizer", {"muon": {"lr": "1"}}), ("mesh", {"reshard_after_forward": 1})):
+        with pytest.raises(SpecInvalid):
+            validate_spec(changed(path, value))
+
+
+def test_nothing_is_called_empty() -> None:
+    for text in ("", "  \n", "# a comment"):
+        with pytest.raises(SpecInvalid, match="the spec is empty"):
+            load_spec(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -55,6 +56,25 @@ def test_requests_that_are_wrong_are_problems_too(world: World) -> None:
     problem(world.client.post("/v1/jobs", content=b"x" * (2 << 20)), 413, "too_large")
     pieces = (b"x" * 1000 for _ in range(2000))
     problem(world.client.post("/v1/jobs", content=pieces), 413, "too_large")
+
+
+def test_numbers_that_the_store_cannot_hold(world: World) -> None:
+    job_id = world.submit()
+    for digits in ("9" * 19, "9" * 26, "9" * 5000):
+        for path in ("events?after=", "metrics?after=", "metrics?attempt="):
+            problem(world.client.get(f"/v1/jobs/{job_id}/{path}{digits}"), 422, "invalid_input")
+        headers = {"Last-Event-ID": digits}
+        problem(world.client.get(f"/v1/jobs/{job_id}/events", headers=headers), 422, "invalid_input")
+    for text in ("[" * 20000, f"[{'9' * 26}, [null, null, null]]", "[-1, [null, null, null]]", f"[{'9' * 5000}, []]"):
+        token = base64.urlsafe_b64encode(text.encode()).decode()
+        problem(world.client.get("/v1/jobs", params={"page_token": token}), 400, "invalid_page_token")
+    assert world.client.get(f"/v1/jobs/{job_id}/events?after={2**63 - 1}").status_code == 200
+
+
+def test_text_that_is_no_unicode_is_refused_with_its_pointer(world: World) -> None:
+    body = json.dumps(SPEC | {"labels": {"a": "\ud800"}})
+    found = problem(world.client.post("/v1/jobs", content=body), 422, "spec_invalid")
+    assert [error["pointer"] for error in found["errors"]] == ["/labels/a"]
 
 
 def test_tokens_and_scopes(world: World) -> None:

@@ -19,6 +19,8 @@ from orchestrator.cli.follow import follow
 from orchestrator.cli.report import collect_report, render_report
 from orchestrator.client import Client
 from orchestrator.errors import FollowTimeout
+from orchestrator.store.jobs import find_job
+from orchestrator.store.transitions import add_event
 from tests.orchestrator.conftest import World
 from tests.orchestrator.fakes import make_report, make_spec
 from worker.contract.states import Reason
@@ -76,6 +78,46 @@ def test_life_in_commands(world: World, client: Client, tmp_path: Path) -> None:
     world.turn()
     assert json.loads(run("get", job, "--json"))["state"] == "CANCELLED"
     run("get", job, "--follow", code=1)
+
+
+def printed(*words: str, code: int = 0) -> Any:
+    """Return the one JSON document that a command prints."""
+    result = runner.invoke(app, [*words, "--json"])
+    assert result.exit_code == code, (result.output, result.exception)
+    return json.loads(result.stdout)
+
+
+def test_lists_are_read_to_their_end(world: World, client: Client) -> None:
+    ids = [world.submit() for _ in range(205)]
+    assert [job["id"] for job in printed("list")["jobs"]] == ids[::-1]
+    assert len(run("list").splitlines()) == 205
+    with world.database.write() as session:
+        row = find_job(session, ids[0])
+        for number in range(450):
+            add_event(session, row, "note", f"number {number}", now=1.0)
+    found = printed("events", ids[0])
+    assert [event["seq"] for event in found["events"]] == list(range(1, 452)) and found["next_after"] == 451
+    assert len(run("events", ids[0]).splitlines()) == 451
+
+
+def test_programs_get_one_document(world: World, client: Client, tmp_path: Path) -> None:
+    spec = write_spec(tmp_path)
+    assert printed("submit", spec)["state"] == "SUBMITTED"
+    assert set(printed("version")) == {"version"}
+    job = finished(world)
+    lines = [json.loads(line) for line in run("events", job, "--follow", "--json").splitlines()]
+    assert lines[0]["kind"] == "submitted" and lines[-1]["state"] == "SUCCEEDED"
+
+
+def test_following_a_submission_for_a_program(
+    world: World, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(*_: Any) -> None:
+        (job,) = world.client.get("/v1/jobs").json()["jobs"]
+        world.client.post(f"/v1/jobs/{job['id']}:cancel")
+
+    monkeypatch.setattr("orchestrator.cli.follow.time.sleep", end)
+    assert printed("submit", write_spec(tmp_path), "--follow", code=1)["state"] == "CANCELLED"
 
 
 def test_exit_codes_of_bad_input(client: Client, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from orchestrator.errors import PlannerFailed, PlanRefusedProblem
 from orchestrator.planner import EntryPlanner, ProcessPlanner
 from tests.orchestrator.fakes import make_plan, make_spec
-from worker.contract.errors import FieldError
+from worker.contract.errors import ErrorValue, FieldError
 from worker.contract.planning import PlanAnswer
 
 SCRIPT = """
@@ -92,3 +93,18 @@ def test_planning_elsewhere() -> None:
 
     assert EntryPlanner(ask).plan(make_spec()).plan_hash == "plan-1"
     assert "tiny" in asked[0]
+
+
+def test_a_failure_is_one_line_and_the_log_has_the_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    def ask(_: str) -> str:
+        try:
+            raise RuntimeError("first\nsecond " + "x" * 1000)
+        except RuntimeError as error:
+            return PlanAnswer(failure=ErrorValue.from_exception(error)).model_dump_json()
+
+    with caplog.at_level(logging.ERROR), pytest.raises(PlannerFailed) as caught:
+        EntryPlanner(ask).plan(make_spec())
+    detail = str(caught.value)
+    assert "builtins.RuntimeError: first second" in detail and len(detail) < 600
+    assert "\n" not in detail and "Traceback" not in detail
+    assert "Traceback (most recent call last)" in caplog.text

@@ -92,3 +92,15 @@ def test_an_unknown_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     data = DataSpec(tokenizer=str(tmp_path / "empty"), sequence_length=2)
     assert "save_pretrained" in str(refusal(data, tmp_path / "cache").suggestion)
+
+
+@pytest.mark.parametrize("name", ["/" + "x" * 300, "/nul\0byte"])
+def test_a_directory_whose_name_no_system_takes(name: str, tmp_path: Path) -> None:
+    entry = refusal(DataSpec(directory=name, sequence_length=2), tmp_path / "cache")
+    assert (entry.pointer, entry.code) == ("/data/directory", "missing_path")
+
+
+def test_a_directory_among_the_files_is_called_one(tmp_path: Path) -> None:
+    entry = refusal(DataSpec(files=(str(tmp_path),), sequence_length=2), tmp_path / "cache")
+    assert entry.pointer == "/data/files/0" and "is a directory" in entry.message
+    assert "data.directory" in str(entry.suggestion)

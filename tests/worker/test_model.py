@@ -89,3 +89,18 @@ def test_weights_from_disk(tmp_path: Path) -> None:
     saved.save_pretrained(tmp_path)
     loaded = build_model(spec({"path": str(tmp_path)}, training={"steps": 1, "global_batch": 2, "seed": 5}), 256)
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in saved.state_dict().items())
+
+
+@pytest.mark.parametrize("path", ["/nope", "a/b/c/d", "/" + "x" * 300])
+def test_a_path_that_does_not_exist_is_said_to_be_none(path: str) -> None:
+    with pytest.raises(PlanRefused, match=f"/model/path: no such directory: {path}"):
+        build_model(spec({"path": path}), 256, meta=True)
+
+
+def test_excluding_everything_is_refused_in_the_words_of_the_spec() -> None:
+    job = spec({"type": "llama", "config": TINY}, routing={"exclude": ["model", "lm_head"]})
+    with pytest.raises(PlanRefused) as caught:
+        build_model(job, 256, meta=True)
+    (entry,) = caught.value.errors
+    assert entry.pointer == "/routing/exclude" and "excludes all 12 parameters" in entry.message
+    assert "lambda" not in str(entry)

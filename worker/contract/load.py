@@ -17,10 +17,59 @@ from worker.contract.spec import JobSpec
 __all__ = ["MAX_SPEC_BYTES", "load_spec", "parse_document", "validate_spec"]
 
 MAX_SPEC_BYTES = 1 << 20
+MAX_VALUES = 100_000
+"""Values of a document, each alias counted as often as it stands."""
+MAX_DEPTH = 64
+"""Mappings and lists inside each other."""
+MAX_ERRORS = 100
+"""Mistakes of a kind that one answer names."""
+_MERGE = "tag:yaml.org,2002:merge"
 
 
 class _Loader(yaml.SafeLoader):
     """YAML whose numbers are those of JSON too: ``1e400`` is a number (and refused), not a string."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._flat: set[yaml.MappingNode] = set()
+        self._merged = 0
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Put what merge keys bring before the mapping's own keys, none of which may stand twice."""
+        if node in self._flat:
+            return
+        self._flat.add(node)
+        own = [entry for entry in node.value if entry[0].tag != _MERGE]
+        self._refuse_repeated(own)
+        merged: list[Any] = []
+        for key_node, value_node in node.value:
+            if key_node.tag == _MERGE:
+                merged += self._merged_entries(value_node)
+        node.value = merged + own
+
+    def _merged_entries(self, node: yaml.Node) -> list[Any]:
+        """Entries of the mapping, or of the mappings of a list, the first of which has the last word."""
+        found: list[Any] = []
+        for source in reversed(node.value) if isinstance(node, yaml.SequenceNode) else [node]:
+            if not isinstance(source, yaml.MappingNode):
+                problem = "a merge key takes a mapping or a list of mappings"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=source.start_mark)
+            self.flatten_mapping(source)
+            self._merged += len(source.value) + 1
+            if self._merged > MAX_VALUES:
+                raise yaml.MarkedYAMLError(problem=f"merge keys bring more than {MAX_VALUES} values")
+            found += source.value
+        return found
+
+    def _refuse_repeated(self, entries: list[Any]) -> None:
+        seen: set[Any] = set()
+        for key_node, _ in entries:
+            if not isinstance(key_node, yaml.ScalarNode):
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.MarkedYAMLError(problem=f"key {key!r} stands twice", problem_mark=key_node.start_mark)
+            seen.add(key)
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -34,18 +83,6 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _unique_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-    seen: set[Any] = set()
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        if isinstance(key, (str, int, float, bool)) and key in seen:
-            raise yaml.MarkedYAMLError(problem=f"key {key!r} stands twice", problem_mark=key_node.start_mark)
-        if isinstance(key, (str, int, float, bool)):
-            seen.add(key)
-    loader.flatten_mapping(node)
-    return yaml.SafeLoader.construct_mapping(loader, node, deep=deep)
-
-
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:
@@ -55,16 +92,13 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-_Loader.add_constructor("tag:yaml.org,2002:map", _unique_mapping)
-
-
 def parse_document(text: str | bytes, *, what: str = "spec") -> dict[str, Any]:
     """Parse YAML or JSON text to a mapping.
 
     Raises:
-        SpecInvalid: too long, not UTF-8, neither YAML nor JSON, a repeated key, or not a mapping.
+        SpecInvalid: too long, empty, not UTF-8, neither YAML nor JSON, a repeated key, or not a mapping.
     """
-    raw = text.encode() if isinstance(text, str) else text
+    raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     if len(raw) > MAX_SPEC_BYTES:
         raise _document_error(what, f"is {len(raw)} bytes long, more than the {MAX_SPEC_BYTES} allowed")
     try:
@@ -79,24 +113,28 @@ def parse_document(text: str | bytes, *, what: str = "spec") -> dict[str, Any]:
         )
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise _document_error(what, f"is neither YAML nor JSON: {error}") from None
+    if document is None:
+        raise _document_error(what, "is empty")
     if not isinstance(document, dict):
         raise _document_error(what, f"must be a mapping, found {type(document).__name__}")
     return document
 
 
 def validate_spec(document: dict[str, Any]) -> JobSpec:
-    """Return the spec that ``document`` describes.
+    """Return the spec that ``document`` describes. Its types are those of JSON: ``true`` and ``"10"`` are no numbers.
 
     Raises:
         SpecInvalid: with one :class:`FieldError` for each mistake, all at once.
     """
-    errors = list(_non_finite(document, ""))
+    errors = _scan(document)
+    if any(entry.code != "not_finite" for entry in errors):
+        raise SpecInvalid(errors)
     spec: JobSpec | None = None
     try:
-        spec = JobSpec.model_validate(document)
+        spec = JobSpec.model_validate_json(json.dumps(document), strict=True)
     except ValidationError as error:
         known = {entry.pointer for entry in errors}
-        errors += [entry for entry in map(_from_pydantic, error.errors()) if entry.pointer not in known]
+        errors += [entry for entry in map(_from_pydantic, error.errors()[:MAX_ERRORS]) if entry.pointer not in known]
     if spec is not None and not errors:
         errors += _cross_field(spec)
     if errors or spec is None:
@@ -113,26 +151,77 @@ def _document_error(what: str, problem: str) -> SpecInvalid:
     return SpecInvalid([FieldError(pointer="", code="unreadable", message=f"the {what} {problem}")])
 
 
-def _non_finite(value: Any, pointer: str) -> list[FieldError]:
-    """Find NaN and infinity anywhere, in free-form sections too."""
-    if isinstance(value, dict):
-        return [e for key, item in value.items() for e in _non_finite(item, f"{pointer}/{_escape(key)}")]
-    if isinstance(value, list):
-        return [e for index, item in enumerate(value) for e in _non_finite(item, f"{pointer}/{index}")]
+_Path = tuple["_Path", object] | None
+"""The way to a value: the way to what holds it, and its key there. A pointer is made of it only for an error."""
+
+
+def _scan(document: Any) -> list[FieldError]:
+    """Find what no section may hold, free-form ones too, and stop before a document that expands without bound.
+
+    Raises:
+        SpecInvalid: too many values or characters, or too deep, which ends the search.
+    """
+    errors: list[FieldError] = []
+    values = characters = 0
+    waiting: list[tuple[Any, _Path, int]] = [(document, None, 0)]
+    while waiting and len(errors) < MAX_ERRORS:
+        value, path, depth = waiting.pop()
+        if isinstance(value, (dict, list, tuple)):
+            values += len(value)
+            if values > MAX_VALUES:
+                raise _document_error("spec", f"expands to more than {MAX_VALUES} values (aliases repeat them)")
+            if depth >= MAX_DEPTH:
+                raise SpecInvalid([_at(path, "too_deep", f"more than {MAX_DEPTH} mappings and lists in each other")])
+            items = list(value.items() if isinstance(value, dict) else enumerate(value))
+            if isinstance(value, dict):
+                characters += sum(len(key) for key in value if isinstance(key, str))
+                errors += [entry for key in value if (entry := _wrong_key(key, (path, key)))]
+            waiting += [(item, (path, key), depth + 1) for key, item in reversed(items)]
+        else:
+            characters += len(value) if isinstance(value, str) else 0
+            wrong = _wrong_value(value, path)
+            errors += [] if wrong is None else [wrong]
+        if characters > MAX_SPEC_BYTES:
+            raise _document_error("spec", f"expands to more than {MAX_SPEC_BYTES} characters (aliases repeat them)")
+    return errors
+
+
+def _wrong_key(key: object, path: _Path) -> FieldError | None:
+    if not isinstance(key, str):
+        return _at(path, "string_type", f"found the key {key!r}, expected text", "Put it in quotes.")
+    return None if _is_text(key) else _at(path, "not_text", "the key is no valid Unicode text")
+
+
+def _wrong_value(value: object, path: _Path) -> FieldError | None:
     if isinstance(value, float) and not math.isfinite(value):
-        return [
-            FieldError(
-                pointer=pointer,
-                code="not_finite",
-                message=f"found {value}, expected a finite number",
-                suggestion="Write a number below 1.8e308, or leave the field out for its default.",
-            )
-        ]
-    return []
+        cure = "Write a number below 1.8e308, or leave the field out for its default."
+        return _at(path, "not_finite", f"found {value}, expected a finite number", cure)
+    if isinstance(value, int) and value.bit_length() > 64:
+        return _at(path, "too_large", f"found an integer of {value.bit_length()} bits, expected at most 64")
+    if isinstance(value, str) and not _is_text(value):
+        return _at(path, "not_text", f"found {value[:40]!a}, which is no valid Unicode text")
+    if value is not None and not isinstance(value, (str, int, float)):
+        return _at(path, "not_json", f"found a value of type {type(value).__name__}, which JSON does not know")
+    return None
+
+
+def _is_text(value: str) -> bool:
+    """False with half of a surrogate pair."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def _at(path: _Path, code: str, message: str, suggestion: str | None = None) -> FieldError:
+    parts: list[str] = []
+    while path is not None:
+        path, key = path
+        parts.append(_escape(key))
+    pointer = "".join(f"/{part}" for part in reversed(parts))
+    return FieldError(pointer=pointer, code=code, message=message, suggestion=suggestion)
 
 
 def _escape(part: object) -> str:
-    return str(part).replace("~", "~0").replace("/", "~1")
+    text = str(part).encode("utf-8", "backslashreplace").decode()
+    return text.replace("~", "~0").replace("/", "~1")
 
 
 def _from_pydantic(entry: Any) -> FieldError:
