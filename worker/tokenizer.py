@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -70,7 +71,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name == "bytes":
         return BytesTokenizer()
     directory = Path(name)
-    if not directory.is_dir():
+    if not os.path.isdir(directory):  # False, too, for a name that no system takes
         raise _refused(f"found {name!r}, which is no directory", "Write 'bytes', or a directory with a tokenizer.")
     try:
         return _DiskTokenizer(directory)

@@ -121,3 +121,10 @@ def test_serving_answers_a_line_for_a_line() -> None:
     answers = [PlanAnswer.model_validate_json(line) for line in done.stdout.splitlines()]
     assert [bool(entry.kernels) for entry in answers] == [True, False, False]
     assert answers[1].errors and answers[2].failure is not None
+
+
+def test_a_tokenizer_directory_that_no_system_takes() -> None:
+    spec = tiny_spec(data={"sequence_length": 16, "tokenizer": "/" + "x" * 300})
+    with pytest.raises(PlanRefused) as caught:
+        make_plan(spec)
+    assert [error.pointer for error in caught.value.errors] == ["/data/tokenizer"]
