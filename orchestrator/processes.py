@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import psutil
 from pydantic import BaseModel, ConfigDict
 
-__all__ = ["ProcessRecord", "end_processes", "helpers_of", "session_processes"]
+__all__ = ["ProcessRecord", "end_processes", "free_port", "helpers_of", "session_processes"]
 
 
 class ProcessRecord(BaseModel):
@@ -54,6 +55,16 @@ class ProcessRecord(BaseModel):
         except psutil.Error:
             return None
         return process if same else None
+
+
+def free_port() -> int:
+    """Return a free port outside 10002 to 19999, where Ray's workers take theirs."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        if not 10_000 <= port < 20_000:
+            return port
 
 
 def session_processes(leader: int) -> list[psutil.Process]:

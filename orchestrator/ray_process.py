@@ -6,7 +6,6 @@ It listens on the loopback interface only and asks everybody for a token.
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from orchestrator.errors import RayProcessError
-from orchestrator.processes import ProcessRecord, end_processes, session_processes
+from orchestrator.processes import ProcessRecord, end_processes, free_port, session_processes
 from orchestrator.settings import Settings, child_environment, ensure_secret, ray_auth_environment
 
 __all__ = ["live_ray", "start_ray", "stop_ray"]
@@ -48,7 +47,7 @@ def start_ray(settings: Settings, *, num_cpus: int | None = None) -> ProcessReco
     ensure_secret(settings.ray_token_file)
     # Ray puts sockets below its directory, and the path of a socket may have 107 bytes: a short one of our own.
     temp_dir = tempfile.mkdtemp(prefix="dm-")
-    port, log = _free_port(), settings.state_dir / "ray.log"
+    port, log = free_port(), settings.state_dir / "ray.log"
     with log.open("w") as output:
         child = subprocess.Popen(
             _command(port, temp_dir, num_cpus),
@@ -73,19 +72,9 @@ def _whole(record: ProcessRecord) -> bool:
 def _command(port: int, temp_dir: str, num_cpus: int | None) -> list[str]:
     words = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
     words += ["--node-ip-address=127.0.0.1", f"--port={port}", f"--temp-dir={temp_dir}"]
-    words += [f"--dashboard-agent-listen-port={_free_port()}"]
+    words += [f"--dashboard-agent-listen-port={free_port()}"]
     words += ["--include-dashboard=false", "--disable-usage-stats"]
     return words + ([] if num_cpus is None else [f"--num-cpus={num_cpus}"])
-
-
-def _free_port() -> int:
-    """Return a free port outside 10002 to 19999, where Ray's workers take theirs."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        if not 10_000 <= port < 20_000:
-            return port
 
 
 def _wait_until_ready(settings: Settings, child: subprocess.Popen[bytes], log: Path) -> None:

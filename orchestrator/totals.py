@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from worker.contract.messages import RankReport
 
-__all__ = ["CommSum", "NsSum", "comm_sums", "ns_sums", "overlap_of", "update_rms"]
+__all__ = ["CommSum", "NsSum", "comm_sums", "ns_sums", "overlap_of", "steps_with_traffic", "update_rms"]
 
 
 @dataclass(slots=True)
@@ -75,3 +75,11 @@ def update_rms(reports: Iterable[RankReport]) -> dict[str, float]:
             squares[part.route] = squares.get(part.route, 0.0) + part.update_square_sum
             elements[part.route] = elements.get(part.route, 0) + part.elements
     return {route: math.sqrt(squares[route] / number) for route, number in elements.items() if number}
+
+
+def steps_with_traffic(phase: str, step: int, skipped: int) -> int:
+    """Return how many of ``step`` steps communicated in ``phase``, ``skipped`` of them having been skipped.
+
+    A skipped step has gathered and reduced like any other, but has no new weights to publish.
+    """
+    return step - skipped if phase == "publish" else step

@@ -16,7 +16,7 @@ from orchestrator.errors import Conflict, NotFound
 from orchestrator.store.attempts import attempts_of, last_attempt, reports_of_steps, totals_of
 from orchestrator.store.jobs import conditions_of, find_job, plan_of
 from orchestrator.store.models import Attempt, Job
-from orchestrator.totals import comm_sums, overlap_of
+from orchestrator.totals import comm_sums, overlap_of, steps_with_traffic
 from worker.contract.messages import RankReport
 from worker.contract.plan import PlanReport
 
@@ -94,8 +94,7 @@ def _route_figures(plan: PlanReport, totals: dict[int, RankReport], skipped: int
     sums = comm_sums(totals.values())
     planned: dict[tuple[str, str], int] = {}
     for part in plan.traffic:
-        less = skipped if part.phase == "publish" else 0
-        steps = sum(max(0, report.step - less) for report in totals.values())
+        steps = sum(max(0, steps_with_traffic(part.phase, report.step, skipped)) for report in totals.values())
         planned[part.route, part.phase] = planned.get((part.route, part.phase), 0)
         planned[part.route, part.phase] += part.total_payload_bytes * steps // plan.world_size
     found = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ import psutil
 
 from orchestrator.client import Client
 from orchestrator.errors import RequestRefused, ServiceUnreachable
-from orchestrator.processes import end_processes
+from orchestrator.processes import end_processes, free_port
 from orchestrator.ray_process import live_ray, stop_ray
 from orchestrator.settings import Settings, child_environment
 
@@ -32,7 +31,7 @@ class OwnService:
     """
 
     def __init__(self, state_dir: Path, *, num_cpus: int | None = None, extra: dict[str, str] | None = None) -> None:
-        self.settings = Settings(state_dir=state_dir, port=_free_port())
+        self.settings = Settings(state_dir=state_dir, port=free_port())
         self.log = state_dir / "server.log"
         self.left: list[int] = []
         self._num_cpus = num_cpus
@@ -124,12 +123,6 @@ class OwnService:
         except (ServiceUnreachable, RequestRefused):
             return False
         return True
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _alive_in_sessions(leaders: set[int]) -> list[int]:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from orchestrator.totals import steps_with_traffic
 from worker.contract.messages import RankReport
 from worker.contract.plan import PlanReport
 
@@ -87,7 +88,6 @@ def _counted_bytes(reports: Sequence[RankReport]) -> Counter[tuple[str, str]]:
 def _planned_bytes(plan: PlanReport, step: int, skipped: int) -> Counter[tuple[str, str]]:
     planned: Counter[tuple[str, str]] = Counter()
     for traffic in plan.traffic:
-        # A skipped step has gathered and reduced like any other, but has no new weights to publish.
-        steps = step - skipped if traffic.phase == "publish" else step
+        steps = steps_with_traffic(traffic.phase, step, skipped)
         planned[traffic.route, traffic.phase] += traffic.total_payload_bytes * steps
     return planned
