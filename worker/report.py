@@ -55,6 +55,8 @@ class Reporter:
     device: torch.device
     model: nn.Module
     optimizer: dmuon.Muon
+    first_step: int = 0
+    """Steps that were done before this reporter was made."""
     _skipped: int = 0
     _tokens: int = 0
     _seconds: float = 0.0
@@ -75,6 +77,7 @@ class Reporter:
         return RankReport(
             rank=self.rank,
             step=facts.step,
+            first_step=self.first_step,
             at=time.time(),
             loss=facts.loss,
             grad_norm=facts.grad_norm,

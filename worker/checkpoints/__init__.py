@@ -1,4 +1,4 @@
-"""Checkpoints: written in parallel, complete or not there, and loaded on any other mesh. Importing this loads no torch."""
+"""Checkpoints: written in parallel, complete or not there, loaded on any other mesh. This package imports no torch."""
 
 from worker.checkpoints.errors import CheckpointError
 from worker.checkpoints.storage import CheckpointInfo, newest_complete

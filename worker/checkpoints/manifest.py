@@ -32,7 +32,7 @@ class FileEntry(_Record):
     """One file of the checkpoint."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
-    bytes: int = Field(ge=0)
+    num_bytes: int = Field(ge=0)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
@@ -129,9 +129,9 @@ class Manifest(_Record):
     files: tuple[FileEntry, ...]
 
     @property
-    def bytes(self) -> int:
+    def num_bytes(self) -> int:
         """Size of all files."""
-        return sum(entry.bytes for entry in self.files)
+        return sum(entry.num_bytes for entry in self.files)
 
     def dump(self) -> bytes:
         """Return the JSON text, with its own digest."""

@@ -26,8 +26,9 @@ from worker.checkpoints.manifest import Manifest, part_key
 from worker.checkpoints.tensor_file import hash_file, read_header
 
 __all__ = [
-    "MANIFEST", "POINTER", "CheckpointInfo", "Fault", "commit", "discard", "find_checkpoints", "inspect", "lock_directory",
-    "newest_complete", "next_sequence", "no_fault", "partial_directory", "read_manifest", "verify_files",
+    "MANIFEST", "POINTER", "CheckpointInfo", "Fault", "commit", "discard", "find_checkpoints", "inspect",
+    "lock_directory", "newest_complete", "next_sequence", "no_fault", "partial_directory", "read_manifest",
+    "sees_lock", "verify_files",
 ]  # fmt: skip
 
 MANIFEST = "manifest.json"
@@ -52,7 +53,7 @@ class CheckpointInfo:
     """Optimizer steps that are done."""
     sequence: int
     """The higher, the later it was written in its directory."""
-    bytes: int
+    num_bytes: int
     created_at: float
     """Seconds since the epoch."""
 
@@ -76,10 +77,10 @@ def inspect(path: Path) -> CheckpointInfo:
         CheckpointError: it is no complete checkpoint; says why.
     """
     manifest = read_manifest(path)
-    problems = [problem for entry in manifest.files if (problem := _size_problem(path / entry.name, entry.bytes))]
+    problems = [problem for entry in manifest.files if (problem := _size_problem(path / entry.name, entry.num_bytes))]
     if problems:
         raise CheckpointError(f"{path} is not complete", problems)
-    return CheckpointInfo(path, manifest.step, manifest.sequence, manifest.bytes, manifest.created_at)
+    return CheckpointInfo(path, manifest.step, manifest.sequence, manifest.num_bytes, manifest.created_at)
 
 
 def _size_problem(file: Path, expected: int) -> str | None:
@@ -96,7 +97,7 @@ def verify_files(path: Path, manifest: Manifest, share: int = 0, num_shares: int
     for index in range(share, len(manifest.files), num_shares):
         entry = manifest.files[index]
         file = path / entry.name
-        problem = _size_problem(file, entry.bytes)
+        problem = _size_problem(file, entry.num_bytes)
         try:
             if problem is None and hash_file(file) != entry.sha256:
                 problem = f"{entry.name} does not have the hash of the manifest: it was changed or damaged"
@@ -160,8 +161,10 @@ def next_sequence(directory: Path) -> int:
     return 1 if newest is None else newest.sequence + 1
 
 
-def lock_directory(directory: Path) -> int:
+def lock_directory(directory: Path, token: str) -> int:
     """Make ``directory`` and keep it for this process; returns the file descriptor that holds the lock.
+
+    ``token`` is left in it, so that others can tell whether they see the same directory.
 
     Raises:
         CheckpointError: it cannot be written, or another run has it.
@@ -174,11 +177,21 @@ def lock_directory(directory: Path) -> int:
         raise CheckpointError(f"{message}; name another checkpoint.directory, or make it writable") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError as error:
         os.close(descriptor)
         message = f"another run writes its checkpoints to {directory}; give each run a checkpoint.directory of its own"
         raise CheckpointError(message) from error
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, token.encode(), 0)
     return descriptor
+
+
+def sees_lock(directory: Path, token: str) -> bool:
+    """Tell whether this process sees the directory that another one has locked with ``token``."""
+    try:
+        return (directory / _LOCK).read_text() == token
+    except OSError:
+        return False
 
 
 def partial_directory(directory: Path, step: int, token: str) -> Path:

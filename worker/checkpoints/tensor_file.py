@@ -65,7 +65,8 @@ def write_tensors(path: Path, tensors: Sequence[FlatTensor], midway: Callable[[]
     text += b" " * (-len(text) % 8)
     digest, written = hashlib.sha256(), 0
     with open(path, "xb") as file:
-        for chunk in [len(text).to_bytes(8, "little"), text, *_chunks(tensors)]:
+        chunks: list[bytes | memoryview] = [len(text).to_bytes(8, "little"), text, *_chunks(tensors)]
+        for chunk in chunks:
             if written < total // 2 <= written + len(chunk):
                 midway()
             file.write(chunk)
