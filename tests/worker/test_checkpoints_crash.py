@@ -19,7 +19,7 @@ from worker.checkpoints.storage import POINTER, find_checkpoints, lock_directory
 POINTS = ["write", "file", "rename", "pointer", "retention"]
 
 
-def _run(body: Callable[..., None], *args: object) -> int | None:
+def run_child(body: Callable[..., None], *args: object) -> int | None:
     """Run ``body`` in a process of its own; return its exit code, negative for a signal."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "dmuon_runtime"])
@@ -30,7 +30,7 @@ def _run(body: Callable[..., None], *args: object) -> int | None:
     return process.exitcode
 
 
-def _die(directory: Path, at: str, step: int, keep: int) -> None:
+def die(directory: Path, at: str, step: int, keep: int) -> None:
     """Save, and be killed by SIGKILL at a point."""
 
     def fault(point: str) -> None:
@@ -52,7 +52,7 @@ def _found(directory: Path) -> list[int]:
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_while_saving(tmp_path: Path, point: str) -> None:
     save(tmp_path, 1, 2)
-    assert _run(_die, tmp_path, point, 3, 2) == -signal.SIGKILL
+    assert run_child(die, tmp_path, point, 3, 2) == -signal.SIGKILL
     late = point in ("pointer", "retention")
     assert _found(tmp_path)[0] == (3 if late else 2)
     save(tmp_path, 3, keep=2)
@@ -65,14 +65,14 @@ def test_killed_while_saving(tmp_path: Path, point: str) -> None:
 def test_killed_while_the_only_one_is_replaced_by_the_same_step(tmp_path: Path, point: str) -> None:
     """With nothing else to fall back on, there is a sound checkpoint of the step at any moment."""
     save(tmp_path, 4, keep=1)
-    assert _run(_die, tmp_path, point, 4, 1) == -signal.SIGKILL
+    assert run_child(die, tmp_path, point, 4, 1) == -signal.SIGKILL
     assert 4 in _found(tmp_path)
     save(tmp_path, 4, keep=1)
     assert _found(tmp_path) == [4]
 
 
 def test_killed_in_the_first_save(tmp_path: Path) -> None:
-    assert _run(_die, tmp_path, "rename", 1, 1) == -signal.SIGKILL
+    assert run_child(die, tmp_path, "rename", 1, 1) == -signal.SIGKILL
     assert newest_complete(tmp_path) is None
     save(tmp_path, 1)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
@@ -93,7 +93,7 @@ def _fill_up(directory: Path, rows: int, limit: int) -> None:
 def test_no_room(tmp_path: Path, rows: int, limit: int) -> None:
     """The system itself refuses to write; nothing is left of the attempt, and the earlier checkpoint is untouched."""
     save(tmp_path, 1)
-    assert _run(_fill_up, tmp_path, rows, limit) == 0
+    assert run_child(_fill_up, tmp_path, rows, limit) == 0
     assert _found(tmp_path) == [1]
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
@@ -117,7 +117,7 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     place.chmod(0o555)
     for parent in [tmp_path, *tmp_path.parents][:3]:
         os.chmod(parent, os.stat(parent).st_mode | 0o055)
-    assert _run(_without_rights, place) == 0
+    assert run_child(_without_rights, place) == 0
     place.chmod(0o755)
     assert _found(place) == [1]
 
