@@ -1,5 +1,6 @@
 """The distributed Muon runtime: routing, ownership, communication, kernels and state. Depends on torch alone."""
 
+from dmuon_runtime.baselines import build_optimizers
 from dmuon_runtime.clip import clip_grad_norm_
 from dmuon_runtime.coefficients import KELLER_JORDAN_COEFFICIENTS, POLAR_EXPRESS_COEFFICIENTS, YOU_COEFFICIENTS
 from dmuon_runtime.counters import CommCount, Counters, CountersSnapshot
@@ -80,6 +81,7 @@ __all__ = [
     "UnitPlan",
     "UnmanagedParameters",
     "UnsupportedFeature",
+    "build_optimizers",
     "clip_grad_norm_",
     "dedicate_params",
     "direct_newton_schulz",

@@ -1,0 +1,145 @@
+"""The plain baselines under FSDP2, on a grid and under DDP: one process's weights, whatever the shards look like."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
+
+import dmuon_runtime as dmuon
+from dmuon_runtime.baselines import BaselineConfig, Tandem
+from dmuon_runtime.guests import local_part
+from tests.multiproc.harness import run_ranks
+
+pytestmark = pytest.mark.multiproc
+
+ROWS = (2, 3, 2, 5, 1, 8)
+"""Over four ranks: two empty ones, one empty, two, an uneven one, three, even. torch's own Muon fails on the first."""
+CONFIG = BaselineConfig(optimizer="muon", muon_weight_decay=0.1, weight_decay_exclude_1d=True)
+BAD_STEP, LONELY_STEP, STEPS = 1, 2, 4
+
+
+class Fans(nn.Module):
+    """Linear maps of a few outputs each, beside one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fans = nn.ModuleList(nn.Linear(6, rows) for rows in ROWS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [batch, 1]."""
+        return torch.cat([fan(x) for fan in self.fans], dim=1).square().mean(dim=1, keepdim=True)
+
+
+def make() -> Fans:
+    torch.manual_seed(0)
+    return Fans().double()
+
+
+def backward(model: nn.Module, step: int, rank: int) -> None:
+    x = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank))
+    (model(x).mean()).backward()
+
+
+def drive(model: nn.Module, one_step: Callable[[nn.Module, int], None]) -> tuple[Tandem, list[float]]:
+    """Train, with a step that is skipped; return the norms of the others."""
+    driver, norms = Tandem(model, dmuon.build_optimizers(model, CONFIG)), []
+    for step in range(STEPS):
+        one_step(model, step)
+        norm = float(driver.clip(0.05))
+        driver.step()
+        assert driver.last_step is not None and driver.last_step.skipped == (step == BAD_STEP)
+        driver.zero_grad()
+        if math.isfinite(norm):
+            norms.append(norm)
+    return driver, norms
+
+
+def on_this_rank(model: nn.Module, step: int) -> None:
+    """A NaN in the part of one rank; a gradient that one rank alone lacks, when they are sharded."""
+    backward(model, step, dist.get_rank())
+    fan = dict(model.named_modules())[f"{'module.' * isinstance(model, DistributedDataParallel)}fans.5"]
+    assert isinstance(fan, nn.Linear) and fan.weight.grad is not None
+    if step == BAD_STEP and (dist.get_rank() == 1 or not isinstance(fan.weight, DTensor)):
+        local_part(fan.weight.grad)[0, 0] = math.nan
+    if step == LONELY_STEP and isinstance(fan.weight, DTensor) and fan.weight.device_mesh.get_local_rank(-1) == 1:
+        fan.weight.grad = None
+
+
+def reference(num_shards: int) -> tuple[Fans, list[float]]:
+    def mean(model: nn.Module, step: int) -> None:
+        for rank in range(dist.get_world_size()):
+            backward(model, step, rank)
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= dist.get_world_size()
+        grad = model.get_parameter("fans.5.weight").grad
+        assert grad is not None
+        if step == BAD_STEP:
+            grad[2, 0] = math.nan
+        if step == LONELY_STEP and num_shards > 1:
+            grad[8 // num_shards : 2 * (8 // num_shards)] = 0  # the rows of the rank that had none
+
+    model = make()
+    return model, drive(model, mean)[1]
+
+
+def hold(model: nn.Module, norms: list[float], num_shards: int) -> None:
+    expected, expected_norms = reference(num_shards)
+    assert norms == pytest.approx(expected_norms, rel=1e-9)
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    assert isinstance(inner, nn.Module)
+    for name, value in expected.named_parameters():
+        found = inner.get_parameter(name).detach()
+        whole = found.full_tensor() if isinstance(found, DTensor) else found
+        # bfloat16 in Newton-Schulz: a last bit of its input can move a last bit of its output
+        torch.testing.assert_close(whole, value.detach(), rtol=1e-5, atol=1e-4 if value.ndim == 2 else 1e-9)
+
+
+def shard(model: nn.Module, *shape: int) -> nn.Module:
+    names = ("replicate", "shard")[-len(shape) :]
+    fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+    return model
+
+
+def _every_kind() -> dict[str, int]:
+    sharded, grid = shard(make(), 4), shard(make(), 2, 2)
+    assert local_part(sharded.get_parameter("fans.0.weight")).numel() == (6 if dist.get_rank() < 2 else 0)
+    driver, norms = drive(sharded, on_this_rank)
+    hold(sharded, norms, 4)
+    saved = driver.state_by_name()
+    other = shard(make(), 4)
+    other.load_state_dict(copy.deepcopy(sharded.state_dict()))
+    resumed = Tandem(other, dmuon.build_optimizers(other, CONFIG))
+    resumed.load_state_by_name(copy.deepcopy(saved))
+    for each, model in ((driver, sharded), (resumed, other)):
+        backward(model, 9, dist.get_rank())
+        with CommDebugMode() as calls:
+            each.step()
+    for mine, theirs in zip(sharded.parameters(), other.parameters(), strict=True):
+        assert torch.equal(local_part(mine), local_part(theirs))
+    whole = driver.state_by_name(whole=True)
+    if dist.get_rank() == 0:
+        assert whole["state"]["fans.3.weight"]["momentum_buffer"].shape == (5, 6)
+    hold(grid, drive(grid, on_this_rank)[1], 2)
+    copied = DistributedDataParallel(make())
+    hold(copied, drive(copied, on_this_rank)[1], 1)
+    return {str(name): count for name, count in calls.get_comm_counts().items()}
+
+
+def test_weights_equal_one_process() -> None:
+    """Four ranks in a row with empty and uneven shards, two by two, and replicas; one step skipped on all."""
+    counts = run_ranks(4, _every_kind)
+    assert all(count == counts[0] for count in counts), "every rank issues the same"
+    by_kind = {kind: sum(n for name, n in counts[0].items() if kind in name) for kind in ("all_gather", "all_reduce")}
+    assert by_kind == {"all_gather": sum(rows > 1 for rows in ROWS), "all_reduce": 2}, "matrices; finite and present"
