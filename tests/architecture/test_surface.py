@@ -10,7 +10,8 @@ from tests.architecture.source import imports, modules
 
 RUNTIME_NAMES = frozenset(
     {
-        "Muon", "NewtonSchulz", "POLAR_EXPRESS_COEFFICIENTS", "YOU_COEFFICIENTS", "KELLER_JORDAN_COEFFICIENTS",
+        "Muon", "MuonAdamW", "NewtonSchulz", "POLAR_EXPRESS_COEFFICIENTS", "YOU_COEFFICIENTS",
+        "KELLER_JORDAN_COEFFICIENTS",
         "clip_grad_norm_", "dedicate_params", "direct_newton_schulz", "get_backend_status", "get_counters",
         "fail_together", "get_model_state_dict", "get_ns_backend", "ignore_in_ddp", "ignored_params", "get_plan",
         "gram_newton_schulz", "newton_schulz", "no_sync",
