@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dmuon_runtime.baselines.whole_matrix import sum_over_mesh
+from dmuon_runtime.baselines.whole_matrix import WholeMatrixMuon, sum_over_mesh
 from dmuon_runtime.errors import MeshError, NonFiniteGradient, SettingError
 from dmuon_runtime.guests import local_part
-from dmuon_runtime.outcome import StepOutcome
+from dmuon_runtime.outcome import StepOutcome, UpdateTotals
 from dmuon_runtime.runtime import inner_model
 
 __all__ = ["Tandem"]
@@ -93,6 +93,8 @@ class Tandem:
         if not outcome.skipped:
             for each in self.optimizers:
                 each.step()
+            if self._counts_here():
+                outcome.updates_by_route = {route: total for each in self.optimizers for route, total in _updates(each)}
         elif self.non_finite == "raise":
             raise NonFiniteGradient(
                 f"infinite or NaN gradient of {', '.join(outcome.offenders)}; nothing was updated. Lower the learning "
@@ -135,6 +137,25 @@ class Tandem:
         assert place is not None, "this rank is on the mesh"
         placements = next(p.placements for p in self._parameters.values() if isinstance(p, DTensor))
         return all(place[axis] == 0 for axis, kind in enumerate(placements) if kind.is_replicate())
+
+
+def _updates(optimizer: torch.optim.Optimizer) -> list[tuple[str, UpdateTotals]]:
+    """Return how large the update was that ``optimizer`` has just made, from its state, by route."""
+    if isinstance(optimizer, WholeMatrixMuon):
+        assert optimizer.last_updates is not None, "it has just stepped"
+        return [("muon", optimizer.last_updates)]
+    totals = UpdateTotals()
+    for group in optimizer.param_groups:
+        moved = [optimizer.state[parameter] for parameter in group["params"] if parameter.grad is not None]
+        for number in {float(state["step"]) for state in moved}:
+            states = [state for state in moved if float(state["step"]) == number]
+            beta1, beta2 = group["betas"]
+            denominators = torch._foreach_sqrt([local_part(state["exp_avg_sq"]) for state in states])
+            torch._foreach_div_(denominators, (1 - beta2**number) ** 0.5)
+            torch._foreach_add_(denominators, group["eps"])
+            changes = torch._foreach_div([local_part(state["exp_avg"]) for state in states], denominators)
+            totals.add(changes, float(group["lr"]) / (1 - beta1**number))
+    return [("adamw", totals)]
 
 
 def _one_mesh(parameters: Mapping[str, nn.Parameter]) -> DeviceMesh | None:

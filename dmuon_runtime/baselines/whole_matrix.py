@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from dmuon_runtime.guests import local_part
+from dmuon_runtime.outcome import UpdateTotals
 
 __all__ = ["WholeMatrixMuon", "sum_over_mesh"]
 
@@ -27,6 +28,9 @@ class WholeMatrixMuon(torch.optim.Muon):
     rank (one without contributes zeros), then one all-gather a matrix in the order of the groups. Every rank computes
     every matrix: simple and exact, and as slow as that is; the runtime's owners are there to do better.
     """
+
+    last_updates: UpdateTotals | None = None
+    """How large the last step's updates of this rank's parts were."""
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -40,6 +44,7 @@ class WholeMatrixMuon(torch.optim.Muon):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.last_updates = UpdateTotals()
         with torch.no_grad():
             for group in self.param_groups:
                 parameters = cast("list[Tensor]", group["params"])
@@ -62,7 +67,10 @@ class WholeMatrixMuon(torch.optim.Muon):
         rate = float(group["lr"])
         weight = local_part(parameter)
         weight.mul_(1 - rate * group["weight_decay"])
-        weight.add_(_cut(whole, parameter), alpha=-_adjust_lr(rate, group["adjust_lr_fn"], parameter.shape))
+        scale, part = _adjust_lr(rate, group["adjust_lr_fn"], parameter.shape), _cut(whole, parameter)
+        weight.add_(part, alpha=-scale)
+        assert self.last_updates is not None, "a step is under way"
+        self.last_updates.add([part.float()], scale)
 
 
 def _agree(parameters: Sequence[Tensor]) -> list[bool]:

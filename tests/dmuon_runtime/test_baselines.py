@@ -150,7 +150,8 @@ def test_a_bad_step_leaves_no_trace_in_either(caplog: pytest.LogCaptureFixture) 
     kept = model.row.grad.clone()  # type: ignore[union-attr]
     assert not math.isfinite(mine.clip(1.0)) and torch.equal(model.row.grad, kept), "nothing is scaled by NaN"  # type: ignore[arg-type]
     mine.step()
-    assert mine.last_step is not None and mine.last_step.offenders == ("proj.weight",) and mine.last_step.updates == {}
+    assert mine.last_step is not None and mine.last_step.offenders == ("proj.weight",)
+    assert mine.last_step.updates == {}
     assert "proj.weight" in caplog.text
     for driven, driver in ((model, mine), (clean, other)):
         driver.zero_grad()
@@ -182,6 +183,30 @@ def test_every_group_has_a_rate_of_its_own() -> None:
     backward(model, 0)
     driver.step()
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_the_size_of_updates_is_that_of_the_weights_change() -> None:
+    """Two steps, one parameter having a gradient in the second alone; no decay, so that the change is the update."""
+    torch.manual_seed(0)
+    model = Zoo()
+    config = BaselineConfig(optimizer="muon", weight_decay=0.0)
+    driver = Tandem(model, dmuon.build_optimizers(model, config))
+    for step in range(2):
+        backward(model, step)
+        if step == 0:
+            model.row.grad = None
+        before = {name: p.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+        driver.step()
+        assert driver.last_step is not None
+        squares, numbers = {"muon": 0.0, "adamw": 0.0}, {"muon": 0, "adamw": 0}
+        for name, old in before.items():
+            route = "muon" if name in ("proj.weight", "mixing.weight") else "adamw"
+            squares[route] += float((model.get_parameter(name).detach() - old).double().square().sum())
+            numbers[route] += old.numel()
+        for route, (square, elements) in driver.last_step.updates.items():
+            assert elements == numbers[route] and square == pytest.approx(squares[route], rel=1e-3)
+        assert set(driver.last_step.updates) == {"muon", "adamw"}
+        driver.zero_grad()
 
 
 def test_state_by_name_continues_exactly() -> None:

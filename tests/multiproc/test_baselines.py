@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ import dmuon_runtime as dmuon
 from dmuon_runtime.baselines import BaselineConfig, Tandem
 from dmuon_runtime.guests import local_part
 from tests.multiproc.harness import run_ranks
+from tests.worker.specs import tiny_spec
+from worker.optimizers import BaselineDriver, baseline_driver, shard_units
 
 pytestmark = pytest.mark.multiproc
 
@@ -112,6 +116,73 @@ def shard(model: nn.Module, *shape: int) -> nn.Module:
     return model
 
 
+class Output(NamedTuple):
+    logits: Tensor
+
+
+class Words(nn.Module):
+    """What the loop takes a transformers model for, with numbered layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.lm_head = nn.Linear(6, 7, bias=False)
+
+    def forward(self, input_ids: Tensor) -> Output:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + layer(x).relu()
+        return Output(self.lm_head(x))
+
+
+def driver_of(precision: str = "float32", **mesh: int) -> BaselineDriver:
+    torch.manual_seed(0)
+    training = {"steps": 1, "global_batch": 12, "precision": precision}
+    spec = tiny_spec(mesh=mesh, training=training, optimizer={"kind": "muon"})
+    model, device = Words(), torch.device("cpu")
+    assert shard_units(spec, model) == ["layers.0", "layers.1"]
+    shape = (spec.mesh.replicate, spec.mesh.shard)
+    alone = init_device_mesh("cpu", shape if mesh else (1, 4), mesh_dim_names=("replicate", "shard"))
+    return baseline_driver(spec, model, alone, device)
+
+
+def learn(driver: BaselineDriver, ranks: list[int]) -> tuple[list[float], dict[str, Tensor]]:
+    """Two steps of two micro batches a rank, the first without communication; norms and whole weights."""
+    norms = []
+    for step in range(2):
+        for rank in ranks:
+            for micro in range(2):
+                generator = torch.Generator().manual_seed(100 * step + 10 * rank + micro)
+                tokens = torch.randint(0, 7, (3, 5), generator=generator)
+                with driver.no_sync() if micro == 0 else nullcontext():
+                    loss = nn.functional.cross_entropy(driver.forward(tokens).float().flatten(0, 1), tokens.flatten())
+                    (loss / 2 / len(ranks)).backward()
+        norms.append(float(driver.clip(0.1)))
+        driver.optimizer.step()
+        driver.optimizer.zero_grad()
+    assert driver.counters() is None and driver.rates() == {"muon": 0.02, "adamw": 1e-3}
+    return norms, driver.whole_state()
+
+
+def _drivers() -> None:
+    everyone = list(range(4))
+    norms, expected = learn(driver_of(), everyone)
+    for mesh, precision in (
+        ({"shard": 4}, "float32"), ({"replicate": 2, "shard": 2}, "float32"), ({"replicate": 4}, "float32"),
+        ({"shard": 4}, "bfloat16"), ({"replicate": 4}, "bfloat16"),
+    ):  # fmt: skip
+        found_norms, found = learn(driver_of(precision, **mesh), [dist.get_rank()])
+        half = precision == "bfloat16"
+        assert found_norms == pytest.approx(norms, rel=2e-2 if half else 1e-5) and (found_norms != norms) >= half
+        if dist.get_rank() == 0:
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                assert found[name].dtype == torch.float32, "masters stay"
+                if not half:
+                    torch.testing.assert_close(found[name], value, rtol=1e-4, atol=2e-4)
+
+
 def _every_kind() -> dict[str, int]:
     sharded, grid = shard(make(), 4), shard(make(), 2, 2)
     assert local_part(sharded.get_parameter("fans.0.weight")).numel() == (6 if dist.get_rank() < 2 else 0)
@@ -134,6 +205,7 @@ def _every_kind() -> dict[str, int]:
     hold(grid, drive(grid, on_this_rank)[1], 2)
     copied = DistributedDataParallel(make())
     hold(copied, drive(copied, on_this_rank)[1], 1)
+    _drivers()
     return {str(name): count for name, count in calls.get_comm_counts().items()}
 
 
