@@ -229,3 +229,19 @@ def test_state_by_name_continues_exactly() -> None:
         backward(driven, 9)
         each.step()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_degenerate_shapes_train_and_none_is_a_matrix() -> None:
+    """Case 29: torch's Muon divides by zero at (4, 0) and takes (1, 64) for a matrix; very tall ones are matrices."""
+    shapes = ((1, 64), (64, 1), (1, 1), (0, 4), (4, 0), (512, 2))
+    model = nn.Module()
+    for index, shape in enumerate(shapes):
+        model.register_parameter(f"w{index}", nn.Parameter(torch.ones(shape)))
+    driver = tandem(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    driver.clip(1.0)
+    driver.step()
+    assert {each.name: each.route for each in route_parameters(model, "muon")}["w5"] == "muon"
+    assert {each.route for each in route_parameters(model, "muon")[:-1]} == {"adamw"}
+    assert all(bool((p < 1).all()) and bool(torch.isfinite(p).all()) for p in model.parameters())

@@ -28,7 +28,7 @@ from worker.optimizers import BaselineDriver, baseline_driver, shard_units
 pytestmark = pytest.mark.multiproc
 
 ROWS = (2, 3, 2, 5, 1, 8)
-"""Over four ranks: two empty ones, one empty, two, an uneven one, three, even. torch's own Muon fails on the first."""
+"""Case 1. Over four ranks: two empty ones, one empty, two, an uneven one, three, even: where torch's own Muon fails."""
 CONFIG = BaselineConfig(optimizer="muon", muon_weight_decay=0.1, weight_decay_exclude_1d=True)
 BAD_STEP, LONELY_STEP, STEPS = 1, 2, 4
 
