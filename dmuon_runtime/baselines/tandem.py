@@ -94,7 +94,7 @@ class Tandem:
             for each in self.optimizers:
                 each.step()
             if self._counts_here():
-                outcome.updates_by_route = {route: total for each in self.optimizers for route, total in _updates(each)}
+                outcome.updates_by_route = dict(map(_updates, self.optimizers))
         elif self.non_finite == "raise":
             raise NonFiniteGradient(
                 f"infinite or NaN gradient of {', '.join(outcome.offenders)}; nothing was updated. Lower the learning "
@@ -139,23 +139,42 @@ class Tandem:
         return all(place[axis] == 0 for axis, kind in enumerate(placements) if kind.is_replicate())
 
 
-def _updates(optimizer: torch.optim.Optimizer) -> list[tuple[str, UpdateTotals]]:
-    """Return how large the update was that ``optimizer`` has just made, from its state, by route."""
+def _updates(optimizer: torch.optim.Optimizer) -> tuple[str, UpdateTotals]:
+    """Return the route of ``optimizer`` and how large the update was that it has just made."""
     if isinstance(optimizer, WholeMatrixMuon):
         assert optimizer.last_updates is not None, "it has just stepped"
-        return [("muon", optimizer.last_updates)]
-    totals = UpdateTotals()
-    for group in optimizer.param_groups:
-        moved = [optimizer.state[parameter] for parameter in group["params"] if parameter.grad is not None]
-        for number in {float(state["step"]) for state in moved}:
-            states = [state for state in moved if float(state["step"]) == number]
-            beta1, beta2 = group["betas"]
+        return "muon", optimizer.last_updates
+    return "adamw", _AdamWUpdates(optimizer)
+
+
+class _AdamWUpdates(UpdateTotals):
+    """The update that torch's AdamW has just made, computed from its state when somebody asks.
+
+    So a step is charged with nothing that torch does not do. It must be asked for before the next step.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self._parts: list[tuple[dict[str, Any], float, list[dict[str, Tensor]]]] = []
+        for group in optimizer.param_groups:
+            moved = [optimizer.state[parameter] for parameter in group["params"] if parameter.grad is not None]
+            self.elements += sum(local_part(state["exp_avg"]).numel() for state in moved)
+            settings = {key: group[key] for key in ("lr", "betas", "eps")}
+            for number in {float(state["step"]) for state in moved}:
+                self._parts.append((settings, number, [state for state in moved if float(state["step"]) == number]))
+
+    def square_sum(self) -> float:
+        """Return the sum of squares of ``lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)``."""
+        totals = UpdateTotals()
+        for settings, number, states in self._parts:
+            assert all(float(state["step"]) == number for state in states), "asked for after the next step"
+            beta1, beta2 = settings["betas"]
             denominators = torch._foreach_sqrt([local_part(state["exp_avg_sq"]) for state in states])
             torch._foreach_div_(denominators, (1 - beta2**number) ** 0.5)
-            torch._foreach_add_(denominators, group["eps"])
+            torch._foreach_add_(denominators, settings["eps"])
             changes = torch._foreach_div([local_part(state["exp_avg"]) for state in states], denominators)
-            totals.add(changes, float(group["lr"]) / (1 - beta1**number))
-    return [("adamw", totals)]
+            totals.add(changes, float(settings["lr"]) / (1 - beta1**number))
+        return totals.square_sum()
 
 
 def _one_mesh(parameters: Mapping[str, nn.Parameter]) -> DeviceMesh | None:

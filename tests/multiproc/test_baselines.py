@@ -204,7 +204,9 @@ def _every_kind() -> dict[str, int]:
         assert whole["state"]["fans.3.weight"]["momentum_buffer"].shape == (5, 6)
     hold(grid, drive(grid, on_this_rank)[1], 2)
     copied = DistributedDataParallel(make())
-    hold(copied, drive(copied, on_this_rank)[1], 1)
+    replicated, copied_norms = drive(copied, on_this_rank)
+    hold(copied, copied_norms, 1)
+    assert set(replicated.state_by_name()["state"]) == set(make().state_dict()), "names are the model's, not DDP's"
     _drivers()
     return {str(name): count for name, count in calls.get_comm_counts().items()}
 
