@@ -41,10 +41,12 @@ from dmuon_runtime.newton_schulz import (
     newton_schulz,
     orthogonality_error,
 )
+from dmuon_runtime.optimizer_state import get_optimizer_state_dict, set_optimizer_state_dict
 from dmuon_runtime.outcome import StepOutcome
 from dmuon_runtime.plan import BucketPlan, ParameterPlan, RankPlan, RuntimePlan, Traffic, UnitPlan
 from dmuon_runtime.restarts import RestartChoice, search_restarts
 from dmuon_runtime.runtime import fail_together, get_counters, get_plan, no_sync
+from dmuon_runtime.shards import StatePart, StateTensor, load_state_parts, state_layout, state_parts
 from dmuon_runtime.state import get_model_state_dict, set_model_state_dict
 from dmuon_runtime.summaries import summarize_comm_plan, summarize_param_groups
 
@@ -84,6 +86,8 @@ __all__ = [
     "SelectionError",
     "SettingError",
     "StateMismatch",
+    "StatePart",
+    "StateTensor",
     "StepOutcome",
     "Traffic",
     "UnitPlan",
@@ -98,16 +102,21 @@ __all__ = [
     "get_counters",
     "get_model_state_dict",
     "get_ns_backend",
+    "get_optimizer_state_dict",
     "get_plan",
     "gram_newton_schulz",
     "ignore_in_ddp",
     "ignored_params",
+    "load_state_parts",
     "newton_schulz",
     "no_sync",
     "orthogonality_error",
     "plan_params",
     "search_restarts",
     "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "state_layout",
+    "state_parts",
     "summarize_comm_plan",
     "summarize_param_groups",
 ]  # fmt: skip

@@ -132,7 +132,7 @@ def _add_totals(families: Families, job: str, totals: Totals) -> None:
         if measured:
             families.add("dmuon_owner_compute_seconds_total", (job, str(rank)), sum(measured))
     families.add("dmuon_tokens_total", (job,), sum(report.tokens_total for report in reports))
-    families.add("dmuon_steps_total", (job,), _sum_of_largest(totals, "step"))
+    families.add("dmuon_steps_total", (job,), _sum_of_largest(totals, "steps_done"))
     families.add("dmuon_skipped_steps_total", (job,), _sum_of_largest(totals, "skipped_total"))
     _add_step_histogram(families, job, [ranks[0] for ranks in totals.values() if 0 in ranks])
 

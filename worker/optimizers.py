@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 import dmuon_runtime as dmuon
 from dmuon_runtime.baselines import Tandem
 from worker.baseline_plan import baseline_config
+from worker.checkpoints.baseline_state import BaselineState
+from worker.checkpoints.state import CheckpointedState, DmuonState
 from worker.contract.spec import DmuonOptimizer, JobSpec
 from worker.kernels import KernelSwitch
 from worker.planner import runtime_arguments
@@ -85,6 +87,10 @@ class Driver(Protocol):
         """Return the weights by full name as whole tensors, on rank 0 at least; collective."""
         ...
 
+    def checkpointed(self) -> CheckpointedState:
+        """Return what checkpoints save and load."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class DmuonDriver:
@@ -117,6 +123,10 @@ class DmuonDriver:
     def whole_state(self) -> dict[str, Tensor]:
         """As in :class:`Driver`."""
         return dmuon.get_model_state_dict(self.model)
+
+    def checkpointed(self) -> CheckpointedState:
+        """As in :class:`Driver`."""
+        return DmuonState(self.model, self.optimizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +179,10 @@ class BaselineDriver:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(self.model, options=options)
         return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+    def checkpointed(self) -> CheckpointedState:
+        """As in :class:`Driver`."""
+        return BaselineState(self.model, self.optimizer)
 
 
 def dmuon_driver(spec: JobSpec, model: nn.Module, mesh: DeviceMesh, switch: KernelSwitch) -> DmuonDriver:

@@ -54,6 +54,8 @@ class Reporter:
     rank: int
     device: torch.device
     driver: Driver
+    first_step: int = 0
+    """Steps that were done before this reporter was made."""
     _skipped: int = 0
     _tokens: int = 0
     _seconds: float = 0.0
@@ -74,6 +76,7 @@ class Reporter:
         return RankReport(
             rank=self.rank,
             step=facts.step,
+            first_step=self.first_step,
             at=time.time(),
             loss=facts.loss,
             grad_norm=facts.grad_norm,

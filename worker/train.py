@@ -9,13 +9,11 @@ import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import StrEnum
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import Store
 from torch.nn import functional
 
 import dmuon_runtime as dmuon
@@ -23,37 +21,27 @@ from dmuon_runtime import ledger
 from dmuon_runtime.newton_schulz import Choices
 from worker.baseline_plan import BaselinePlan
 from worker.batches import micro_batches, num_micro_batches
-from worker.contract.messages import Milestone
-from worker.contract.spec import DmuonOptimizer, JobSpec
-from worker.control import Agreement, Directive, Mailbox
+from worker.checkpointing import RunCheckpoints, kernel_record, open_checkpoints
+from worker.checkpoints.manifest import KernelRecord
+from worker.contract.messages import NsTotals
+from worker.contract.spec import DmuonOptimizer
+from worker.control import Agreement, Directive
 from worker.corpus import Corpus, load_corpus
 from worker.kernels import KernelSwitch, ns_calls
 from worker.model import build_model
 from worker.optimizers import DmuonDriver, Driver, baseline_driver, dmuon_driver
 from worker.planner import job_plan
 from worker.rendezvous import join_group, leave_group
-from worker.report import Reporter, Sink, StepFacts, differences
+from worker.report import Reporter, StepFacts, differences
 from worker.schedule import lr_ratio
-from worker.settings import WorkerSettings
+from worker.seat import Phase, Rank, tell
+from worker.seeds import seed_step
 
 __all__ = ["Outcome", "Phase", "PlanDisagreement", "Rank", "train"]
 
 
 _log = logging.getLogger(__name__)
 _CHOICES = "ns_choices"
-
-
-class Phase(StrEnum):
-    """Where a rank is; what fails before ``TRAINING`` is a failure of the set-up."""
-
-    JOINING = "joining"
-    """Only this process exists; the process group is being formed."""
-    BUILDING = "building"
-    """The process group exists; corpus, model and optimizer are being made."""
-    TRAINING = "training"
-    """Everything exists; steps are being done."""
-    DONE = "done"
-    """The process group is gone."""
 
 
 class Outcome(StrEnum):
@@ -65,24 +53,6 @@ class Outcome(StrEnum):
 
 class PlanDisagreement(RuntimeError):
     """Ranks, or a rank and the job, have different plans or data."""
-
-
-@dataclass(slots=True)
-class Rank:
-    """What one rank is given, and the phase it has come to."""
-
-    spec: JobSpec
-    rank: int
-    device: torch.device
-    store: Store
-    settings: WorkerSettings
-    mailbox: Mailbox
-    sink: Sink
-    plan_hash: str | None = None
-    """The plan that the job was accepted with; None where there was no such step."""
-    save: Path | None = None
-    """Where rank 0 writes the final weights."""
-    phase: Phase = Phase.JOINING
 
 
 def train(rank: Rank) -> Outcome:
@@ -99,24 +69,19 @@ def train(rank: Rank) -> Outcome:
             join_timeout_s=rank.settings.join_timeout_s, timeout_s=rank.settings.collective_timeout_s,
         )  # fmt: skip
         rank.phase = Phase.BUILDING
-        _tell(rank, "group_formed", f"{rank.spec.world_size} ranks joined", rank_zero_only=True)
+        tell(rank, "group_formed", f"{rank.spec.world_size} ranks joined", rank_zero_only=True)
         loop = _build(rank)
         rank.phase = Phase.TRAINING
-        outcome = loop.run()
+        try:
+            outcome = loop.run()
+        finally:
+            loop.checkpoints.close()
         if rank.save is not None:
             _save(loop.driver, rank)
         return outcome
     finally:
         rank.phase = Phase.DONE if rank.phase == Phase.TRAINING else rank.phase
         leave_group()
-
-
-def _tell(rank: Rank, name: str, message: str, *, rank_zero_only: bool = False, **data: str | int | bool) -> None:
-    if rank_zero_only and rank.rank != 0:
-        return
-    rank.sink(
-        Milestone.model_validate({"name": name, "at": time.time(), "message": message, "rank": rank.rank, "data": data})
-    )
 
 
 def _build(rank: Rank) -> _Loop:
@@ -134,10 +99,10 @@ def _build(rank: Rank) -> _Loop:
         switch = KernelSwitch(spec.kernels, device, rank.mailbox.read().policy)
         driver = dmuon_driver(spec, model, mesh, switch)
         _prepare(rank, plan, switch)
-    torch.manual_seed(spec.training.seed * 1_000_003 + rank.rank)  # dropout differs by rank
+    checkpoints = open_checkpoints(rank, driver.checkpointed(), corpus, plan.hash)
     agreement = Agreement(rank.mailbox, timeout_s=rank.settings.collective_timeout_s)
-    reporter = Reporter(rank.rank, device, driver)
-    return _Loop(rank, corpus, plan, driver, switch, agreement, reporter)
+    reporter = Reporter(rank.rank, device, driver, checkpoints.first_step)
+    return _Loop(rank, corpus, plan, driver, switch, agreement, reporter, checkpoints)
 
 
 def _confirm(rank: Rank, plan_hash: str, fingerprint: str) -> None:
@@ -161,7 +126,7 @@ def _confirm(rank: Rank, plan_hash: str, fingerprint: str) -> None:
             "the same Python and the same files"
         )
     message = f"{rank.spec.world_size} ranks agree on plan {plan_hash[:12]} and data {fingerprint}"
-    _tell(rank, "plan_confirmed", message, rank_zero_only=True, plan_hash=plan_hash, data_fingerprint=fingerprint)
+    tell(rank, "plan_confirmed", message, rank_zero_only=True, plan_hash=plan_hash, data_fingerprint=fingerprint)
 
 
 def _prepare(rank: Rank, plan: dmuon.RuntimePlan, switch: KernelSwitch) -> None:
@@ -198,22 +163,29 @@ class _Loop:
     """Of the runtime's Newton-Schulz; None with a baseline, which has its own."""
     agreement: Agreement
     reporter: Reporter
+    checkpoints: RunCheckpoints
     verified: bool = False
+    ns: tuple[NsTotals, ...] = ()
+    """Newton-Schulz work of this rank since the run began."""
     base_lr: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
         self.base_lr = [float(group["lr"]) for group in self.driver.optimizer.param_groups]
 
     def run(self) -> Outcome:
-        """Do all steps, or stop where all ranks agreed to."""
-        num_steps = self.rank.spec.training.steps
-        for step in range(num_steps):
+        """Do all steps that are left, or stop where all ranks agreed to."""
+        num_steps, first = self.rank.spec.training.steps, self.checkpoints.first_step
+        if first == num_steps:
+            self.agreement.next(last=True)  # what was announced must not be left under way
+        for step in range(first, num_steps):
             directive = self.agreement.next(last=step + 1 == num_steps)
             if directive.stop:
-                _tell(self.rank, "stopping", f"stopped after step {step}", rank_zero_only=True, step=step)
+                self.checkpoints.before_stop(step, self.ns, self._kernels())
+                tell(self.rank, "stopping", f"stopped after step {step}", rank_zero_only=True, step=step)
                 return Outcome.STOPPED
             self._apply(directive, step)
             self._step(step)
+            self.checkpoints.after_step(step + 1, self.ns, self._kernels())
         return Outcome.COMPLETED
 
     def _apply(self, directive: Directive, step: int) -> None:
@@ -225,9 +197,14 @@ class _Loop:
             if self.rank.rank == 0:  # all ranks change at one agreed step: once said is enough
                 self.rank.sink(changed)
 
+    def _kernels(self) -> KernelRecord:
+        epoch = None if self.switch is None else self.switch.epoch
+        return kernel_record(self.rank.spec, self.rank.device, epoch)
+
     def _step(self, step: int) -> None:
         begin, spec = time.perf_counter(), self.rank.spec
         self._set_rates(step)
+        seed_step(spec.training.seed, step, self.rank.rank)
         before = ledger.snapshot()
         loss = self._accumulate(step)
         loss_work = dist.all_reduce(loss, async_op=True)
@@ -252,11 +229,12 @@ class _Loop:
         )
         report = self.reporter.report(facts)
         self.rank.sink(report)
+        self.ns = report.ns
         if isinstance(self.plan, dmuon.RuntimePlan) and not self.verified and report.skipped_total == 0:
             self.verified = True
-            found = differences(spec, self.plan, self.rank.rank, report, step + 1)
+            found = differences(spec, self.plan, self.rank.rank, report, report.steps_done)
             message = "; ".join(found) or "the first step did exactly what the plan says"
-            _tell(self.rank, "routes_verified", message, rank_zero_only=not found, ok=not found)
+            tell(self.rank, "routes_verified", message, rank_zero_only=not found, ok=not found)
 
     def _set_rates(self, step: int) -> None:
         training = self.rank.spec.training

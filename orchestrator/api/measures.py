@@ -74,6 +74,7 @@ def _routes(
 ) -> r.RoutesResource:
     complete = len(totals) == plan.world_size
     step = min((report.step for report in totals.values()), default=0) if complete else 0
+    done = min((report.steps_done for report in totals.values()), default=0) if complete else 0
     skipped = max((report.skipped_total for report in totals.values()), default=0)
     ns = ns_figures(totals.values())
     return r.RoutesResource(
@@ -86,7 +87,7 @@ def _routes(
         ranks=_rank_figures(plan, totals),
         ns=ns,
         ns_matrices=None if plan.ns_matrices is None else sum(entry.matrices for entry in ns),
-        planned_ns_matrices=None if plan.ns_matrices is None else plan.ns_matrices * max(0, step - skipped),
+        planned_ns_matrices=None if plan.ns_matrices is None else plan.ns_matrices * max(0, done - skipped),
         verification=verification,
     )
 
@@ -95,7 +96,7 @@ def _route_figures(plan: PlanReport, totals: dict[int, RankReport], skipped: int
     sums = comm_sums(totals.values())
     planned: dict[tuple[str, str], int] = {}
     for part in plan.traffic:
-        steps = sum(max(0, steps_with_traffic(part.phase, report.step, skipped)) for report in totals.values())
+        steps = sum(max(0, steps_with_traffic(part.phase, report.steps_done, skipped)) for report in totals.values())
         planned[part.route, part.phase] = planned.get((part.route, part.phase), 0)
         planned[part.route, part.phase] += part.total_payload_bytes * steps // plan.world_size
     found = []

@@ -165,6 +165,50 @@ def learn(driver: BaselineDriver, ranks: list[int]) -> tuple[list[float], dict[s
     return norms, driver.whole_state()
 
 
+def _whole(driver: BaselineDriver) -> dict[tuple[str, str], Tensor]:
+    """Put the sources of all ranks together, which must hold every element exactly once."""
+    state = driver.checkpointed()
+    mine = [(part.kind, part.name, part.start, part.values().clone()) for part in state.parts() if part.is_source]
+    everyone: list[list[tuple[str, str, int, Tensor]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    found: dict[tuple[str, str], Tensor] = {}
+    for entry in state.layout():
+        whole = torch.full((max(1, math.prod(entry.shape)),), math.nan, dtype=entry.dtype)
+        key = (entry.kind, entry.names[0])
+        for start, values in [(start, v) for each in everyone for kind, n, start, v in each if (kind, n) == key]:
+            assert bool(whole[start : start + values.numel()].isnan().all()), "no element twice"
+            whole[start : start + values.numel()] = values
+        assert not bool(whole.isnan().any()), f"{entry} is incomplete"
+        found[key] = whole
+    return found
+
+
+def _any_mesh_continues(saved: BaselineDriver) -> None:
+    """What FSDP2 saved, a grid, replicas and FSDP2 again continue to the same bits; a failed read changes nothing."""
+    whole = _whole(saved)
+    routes = saved.checkpointed().routes()
+    assert routes["layers.0.weight"] == "muon" and routes["lm_head.weight"] == "adamw"
+    assert {kind for kind, _ in whole} == {"weight", "momentum_average", "step", "exp_avg", "exp_avg_sq"}
+    for mesh in ({"shard": 4}, {"replicate": 2, "shard": 2}, {"replicate": 4}):
+        other = driver_of(**mesh)
+        before = _whole(other)
+        with pytest.raises(dmuon.StateMismatch, match="rank 1: OSError"):
+            other.checkpointed().load(lambda part: _read(whole, part, fail=dist.get_rank() == 1))
+        assert all(torch.equal(value, before[key]) for key, value in _whole(other).items())
+        other.checkpointed().load(lambda part: _read(whole, part))
+        assert all(torch.equal(value, whole[key]) for key, value in _whole(other).items())
+        learn(other, [dist.get_rank()])
+        if mesh == {"shard": 4}:
+            learn(saved, [dist.get_rank()])
+            assert all(torch.equal(value, _whole(saved)[key]) for key, value in _whole(other).items())
+
+
+def _read(whole: dict[tuple[str, str], Tensor], part: dmuon.StatePart, fail: bool = False) -> Tensor:
+    if fail:
+        raise OSError("no such file")
+    return whole[part.kind, part.name][part.start : part.stop]
+
+
 def _drivers() -> None:
     everyone = list(range(4))
     norms, expected = learn(driver_of(), everyone)
@@ -181,6 +225,9 @@ def _drivers() -> None:
                 assert found[name].dtype == torch.float32, "masters stay"
                 if not half:
                     torch.testing.assert_close(found[name], value, rtol=1e-4, atol=2e-4)
+    saved = driver_of(shard=4)
+    learn(saved, [dist.get_rank()])
+    _any_mesh_continues(saved)
 
 
 def _every_kind() -> dict[str, int]:

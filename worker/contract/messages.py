@@ -71,7 +71,9 @@ class RankReport(Message):
     kind: Literal["rank_report"] = "rank_report"
     rank: int
     step: int
-    """Steps done, counted from 1."""
+    """Steps done, counted from 1, those of earlier attempts included."""
+    first_step: int = 0
+    """Steps that were done before this attempt: it resumed there, and its totals count from there."""
     at: float
     """Wall clock, seconds since the epoch."""
     loss: float
@@ -102,13 +104,29 @@ class RankReport(Message):
     lr: dict[str, float]
     """Learning rate of this step by route."""
 
+    @property
+    def steps_done(self) -> int:
+        """Steps of this attempt alone, which its totals are of."""
+        return self.step - self.first_step
+
 
 class Milestone(Message):
     """Something that happened once in an attempt."""
 
     kind: Literal["milestone"] = "milestone"
     name: Literal[
-        "placed", "workers_started", "group_formed", "plan_confirmed", "routes_verified", "kernel_changed", "stopping"
+        "placed",
+        "workers_started",
+        "group_formed",
+        "plan_confirmed",
+        "routes_verified",
+        "kernel_changed",
+        "stopping",
+        "resumed",
+        "checkpoint_saved",
+        "checkpoint_failed",
+        "checkpoint_passed_over",
+        "checkpoints_off",
     ]
     at: float
     message: str
@@ -169,5 +187,7 @@ class AttemptStart(Message):
     spec_json: str
     plan_hash: str
     kernels: KernelPolicy = KernelPolicy()
+    checkpoint_directory: str = ""
+    """Where the job's checkpoints go when its spec names no place; empty: nowhere."""
     placement_deadline_s: float = 60.0
     outbox_limit: int = 100_000

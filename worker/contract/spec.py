@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstrai
 from worker.contract.kernels import Algorithm, Kernel
 
 __all__ = [
-    "OPTIMIZER_TAG", "AdamWOptimizer", "AdamWSettings", "DataSpec", "DmuonOptimizer", "FailureSpec", "JobSpec",
-    "KernelsSpec", "MeshSpec", "ModelSpec", "MuonOptimizer", "MuonSettings", "Optimizer", "Override",
+    "OPTIMIZER_TAG", "AdamWOptimizer", "AdamWSettings", "CheckpointSpec", "DataSpec", "DmuonOptimizer", "FailureSpec",
+    "JobSpec", "KernelsSpec", "MeshSpec", "ModelSpec", "MuonOptimizer", "MuonSettings", "Optimizer", "Override",
     "PlainMuonSettings", "PolicyFields", "ResourcesSpec", "Route", "RoutingSpec", "ScheduleSpec", "TrainingSpec",
 ]  # fmt: skip
 
@@ -231,6 +231,37 @@ class KernelsSpec(Section):
     """Steps (0-based) before which the Gram form starts anew; None takes the runtime's choice."""
 
 
+class CheckpointSpec(Section):
+    """When a run saves, where, and what it continues from. It also saves at its end and before it stops."""
+
+    every_steps: Annotated[int, Field(ge=1, le=1 << 40)] | None = None
+    """Steps between two checkpoints; None saves at the end and before a stop only."""
+    keep: Annotated[int, Field(ge=1, le=10_000)] = 2
+    """How many complete checkpoints stay; the last one is never removed."""
+    directory: Annotated[str, Field(min_length=1)] | None = None
+    """Absolute path that all workers share. None takes a place of the job's own; a run without a server then keeps
+    checkpoints only if ``every_steps`` is given."""
+    resume: Annotated[str, Field(min_length=1)] = "auto"
+    """``auto`` continues from the newest sound checkpoint in the directory, if there is one; ``never`` starts anew; an
+    absolute path names a checkpoint, a directory of them, or a file of weights."""
+    on_route_change: Literal["refuse", "keep", "cold"] = "refuse"
+    """What becomes of the optimizer state of a parameter whose route has changed: the checkpoint is refused; state that
+    means the same is kept; or it starts anew."""
+    asynchronous: bool = True
+    """Write behind the next steps; False waits for each checkpoint."""
+
+    @model_validator(mode="after")
+    def _absolute(self) -> Self:
+        relative = [
+            f"{name} {value!r}"
+            for name, value in (("directory", self.directory), ("resume", self.resume))
+            if value is not None and value not in ("auto", "never") and not value.startswith("/")
+        ]
+        if relative:
+            raise ValueError(f"workers need absolute paths, found {' and '.join(relative)}")
+        return self
+
+
 class FailureSpec(Section):
     """What to do when something goes wrong."""
 
@@ -262,6 +293,7 @@ class JobSpec(Section):
     optimizer: Optimizer = DmuonOptimizer()
     routing: RoutingSpec = RoutingSpec()
     kernels: KernelsSpec = KernelsSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
     failure: FailureSpec = FailureSpec()
     resources: ResourcesSpec = ResourcesSpec()
 
