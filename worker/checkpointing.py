@@ -70,9 +70,7 @@ class RunCheckpoints:
         self.saver.require()
 
     def close(self) -> None:
-        """Wait for what is being written, and let the directory go."""
-        if self.saver is not None:
-            self.saver.finish()
+        """Let the directory go. What is still being written after an error is not waited for: a peer may be gone."""
         if self.lock is not None:
             os.close(self.lock)
             self.lock = None

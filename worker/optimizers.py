@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 import dmuon_runtime as dmuon
 from dmuon_runtime.baselines import Tandem
 from worker.baseline_plan import baseline_config
-from worker.checkpoints.baseline_state import BaselineState
+from worker.checkpoints.exchange import Exchange
 from worker.checkpoints.state import CheckpointedState, DmuonState
+from worker.checkpoints.torch_state import TorchState
 from worker.contract.spec import DmuonOptimizer, JobSpec
 from worker.kernels import KernelSwitch
 from worker.planner import runtime_arguments
@@ -87,8 +88,8 @@ class Driver(Protocol):
         """Return the weights by full name as whole tensors, on rank 0 at least; collective."""
         ...
 
-    def checkpointed(self) -> CheckpointedState:
-        """Return what checkpoints save and load."""
+    def checkpointed(self, exchange: Exchange) -> CheckpointedState:
+        """Return what checkpoints save and load; ranks tell each other of failed reads through ``exchange``."""
         ...
 
 
@@ -124,7 +125,7 @@ class DmuonDriver:
         """As in :class:`Driver`."""
         return dmuon.get_model_state_dict(self.model)
 
-    def checkpointed(self) -> CheckpointedState:
+    def checkpointed(self, exchange: Exchange) -> CheckpointedState:
         """As in :class:`Driver`."""
         return DmuonState(self.model, self.optimizer)
 
@@ -180,9 +181,9 @@ class BaselineDriver:
         state = get_model_state_dict(self.model, options=options)
         return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
-    def checkpointed(self) -> CheckpointedState:
+    def checkpointed(self, exchange: Exchange) -> CheckpointedState:
         """As in :class:`Driver`."""
-        return BaselineState(self.model, self.optimizer)
+        return TorchState(self.model, self.optimizer.optimizers, exchange)
 
 
 def dmuon_driver(spec: JobSpec, model: nn.Module, mesh: DeviceMesh, switch: KernelSwitch) -> DmuonDriver:

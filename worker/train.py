@@ -22,6 +22,7 @@ from dmuon_runtime.newton_schulz import Choices
 from worker.baseline_plan import BaselinePlan
 from worker.batches import micro_batches, num_micro_batches
 from worker.checkpointing import RunCheckpoints, kernel_record, open_checkpoints
+from worker.checkpoints.exchange import Exchange
 from worker.checkpoints.manifest import KernelRecord
 from worker.contract.messages import NsTotals
 from worker.contract.spec import DmuonOptimizer
@@ -99,7 +100,8 @@ def _build(rank: Rank) -> _Loop:
         switch = KernelSwitch(spec.kernels, device, rank.mailbox.read().policy)
         driver = dmuon_driver(spec, model, mesh, switch)
         _prepare(rank, plan, switch)
-    checkpoints = open_checkpoints(rank, driver.checkpointed(), corpus, plan.hash)
+    exchange = Exchange(rank.store, rank.rank, spec.world_size, rank.settings.collective_timeout_s)
+    checkpoints = open_checkpoints(rank, driver.checkpointed(exchange), corpus, plan.hash)
     agreement = Agreement(rank.mailbox, timeout_s=rank.settings.collective_timeout_s)
     reporter = Reporter(rank.rank, device, driver, checkpoints.first_step)
     return _Loop(rank, corpus, plan, driver, switch, agreement, reporter, checkpoints)

@@ -14,7 +14,7 @@ from worker.checkpoints.manifest import DataPosition, KernelRecord, RunRecord
 from worker.checkpoints.reader import Reader
 from worker.checkpoints.resume import Chosen, OnRouteChange, Wanted, choose, load
 from worker.checkpoints.saver import SaveFacts, Saver
-from worker.checkpoints.state import DmuonState
+from worker.checkpoints.state import CheckpointedState, DmuonState
 from worker.checkpoints.storage import newest_complete, read_manifest
 
 __all__ = ["DATA", "contents", "facts_of", "make_exchange", "newest", "resume_from", "save_to", "whole_state"]
@@ -27,7 +27,7 @@ def make_exchange(topic: str, rank: int = 0, world_size: int = 1) -> Exchange:
     return Exchange(PrefixStore(topic, _get_default_store()), rank, world_size, 30.0)
 
 
-def facts_of(state: DmuonState, step: int) -> SaveFacts:
+def facts_of(state: CheckpointedState, step: int) -> SaveFacts:
     """Return what a manifest needs beside the tensors."""
     run = RunRecord(
         spec_json="{}", spec_digest="", plan_hash="", optimizer="dmuon", world_size=1, mesh={}, routes=state.routes(),
@@ -39,7 +39,7 @@ def facts_of(state: DmuonState, step: int) -> SaveFacts:
     return SaveFacts(step, run, DATA, kernels, len(state.layout()))
 
 
-def save_to(directory: Path, state: DmuonState, step: int, exchange: Exchange, token: str = "t") -> None:
+def save_to(directory: Path, state: CheckpointedState, step: int, exchange: Exchange, token: str = "t") -> None:
     """Save and wait; fails the test when the save fails."""
     failures: list[str] = []
     saver = Saver(
@@ -53,7 +53,7 @@ def save_to(directory: Path, state: DmuonState, step: int, exchange: Exchange, t
 
 def resume_from(
     directory: Path | None,
-    state: DmuonState,
+    state: CheckpointedState,
     exchange: Exchange,
     explicit: Path | None = None,
     policy: OnRouteChange = "refuse",

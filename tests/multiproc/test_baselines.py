@@ -21,8 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 import dmuon_runtime as dmuon
 from dmuon_runtime.baselines import BaselineConfig, Tandem
 from dmuon_runtime.guests import local_part
+from tests.multiproc.checkpointed import make_exchange
 from tests.multiproc.harness import run_ranks
 from tests.worker.specs import tiny_spec
+from worker.checkpoints.errors import CheckpointError
+from worker.checkpoints.exchange import Exchange
 from worker.optimizers import BaselineDriver, baseline_driver, shard_units
 
 pytestmark = pytest.mark.multiproc
@@ -165,9 +168,13 @@ def learn(driver: BaselineDriver, ranks: list[int]) -> tuple[list[float], dict[s
     return norms, driver.whole_state()
 
 
+def exchange(topic: str) -> Exchange:
+    return make_exchange(topic, dist.get_rank(), dist.get_world_size())
+
+
 def _whole(driver: BaselineDriver) -> dict[tuple[str, str], Tensor]:
     """Put the sources of all ranks together, which must hold every element exactly once."""
-    state = driver.checkpointed()
+    state = driver.checkpointed(exchange("whole"))
     mine = [(part.kind, part.name, part.start, part.values().clone()) for part in state.parts() if part.is_source]
     everyone: list[list[tuple[str, str, int, Tensor]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
@@ -186,21 +193,22 @@ def _whole(driver: BaselineDriver) -> dict[tuple[str, str], Tensor]:
 def _any_mesh_continues(saved: BaselineDriver) -> None:
     """What FSDP2 saved, a grid, replicas and FSDP2 again continue to the same bits; a failed read changes nothing."""
     whole = _whole(saved)
-    routes = saved.checkpointed().routes()
+    routes = saved.checkpointed(exchange("routes")).routes()
     assert routes["layers.0.weight"] == "muon" and routes["lm_head.weight"] == "adamw"
     assert {kind for kind, _ in whole} == {"weight", "momentum_average", "step", "exp_avg", "exp_avg_sq"}
     for mesh in ({"shard": 4}, {"replicate": 2, "shard": 2}, {"replicate": 4}):
         other = driver_of(**mesh)
         before = _whole(other)
-        with pytest.raises(dmuon.StateMismatch, match="rank 1: OSError"):
-            other.checkpointed().load(lambda part: _read(whole, part, fail=dist.get_rank() == 1))
+        with pytest.raises(CheckpointError, match="rank 1: OSError"):
+            other.checkpointed(exchange(f"bad {mesh}")).load(lambda part: _read(whole, part, fail=dist.get_rank() == 1))
         assert all(torch.equal(value, before[key]) for key, value in _whole(other).items())
-        other.checkpointed().load(lambda part: _read(whole, part))
+        other.checkpointed(exchange(f"good {mesh}")).load(lambda part: _read(whole, part))
         assert all(torch.equal(value, whole[key]) for key, value in _whole(other).items())
         learn(other, [dist.get_rank()])
         if mesh == {"shard": 4}:
             learn(saved, [dist.get_rank()])
-            assert all(torch.equal(value, _whole(saved)[key]) for key, value in _whole(other).items())
+            expected = _whole(saved)
+            assert all(torch.equal(value, expected[key]) for key, value in _whole(other).items())
 
 
 def _read(whole: dict[tuple[str, str], Tensor], part: dmuon.StatePart, fail: bool = False) -> Tensor:

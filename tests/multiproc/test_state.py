@@ -22,6 +22,7 @@ from tests.multiproc.models import POLICY, batch, lm_loss, make
 from tests.multiproc.reference import PolarNewtonSchulz
 from worker.checkpoints.exchange import Exchange
 from worker.checkpoints.state import DmuonState
+from worker.checkpoints.torch_state import TorchState
 
 pytestmark = pytest.mark.multiproc
 
@@ -159,6 +160,51 @@ def _run(folder: Path, saves: bool, loads: bool) -> None:
         _load(folder)
     if dist.get_world_size() == 2:
         _refuse_whole()
+    if dist.get_world_size() < 3:
+        _torch_optimizers(folder)
+
+
+def _torch_state(topic: str) -> TorchState:
+    """torch's Muon and AdamW: under FSDP2 on two ranks, plain on one; no weight has an even number of rows a rank."""
+    model: nn.Module = make(tied="embed_first", dtype=torch.float32)
+    if dist.get_world_size() > 1:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    matrices = [p for name, p in model.named_parameters() if _matrices(name, p)]
+    others = [p for name, p in model.named_parameters() if not _matrices(name, p)]
+    optimizers = [torch.optim.Muon(matrices), torch.optim.AdamW(others)]
+    for parameter in matrices:
+        optimizers[0].state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    for parameter in others:
+        zeros = torch.zeros_like(parameter)
+        slots = {"step": torch.zeros(()), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+        optimizers[1].state[parameter].update(slots)
+    return TorchState(model, optimizers, _exchange(topic))
+
+
+def _torch_optimizers(folder: Path) -> None:
+    """What two ranks hold of torch's optimizers under FSDP2 one rank takes over, and its next step works."""
+    state = _torch_state(f"torch/{dist.get_world_size()}")
+    if dist.get_world_size() == 2:
+        lm_loss(state.model, batch(0, 0)).backward()
+        state.optimizers[1].step()
+        for part in state.parts():
+            if part.kind == "momentum_average":
+                part.load(torch.arange(part.start, part.stop, dtype=torch.float32))
+        save_to(folder / "torch", state, 1, _exchange("torch/save"))
+        return
+    resume_from(folder / "torch", state, _exchange("torch/load"))
+    stored = contents(newest(folder / "torch"))
+    assert {key[0] for key in stored} == {"weight", "momentum_average", "step", "exp_avg", "exp_avg_sq"}
+    for part in state.parts():
+        assert torch.equal(part.values(), stored[part.kind, part.name].reshape(-1)), (part.kind, part.name)
+        if part.kind == "momentum_average":
+            assert torch.equal(part.values(), torch.arange(part.stop, dtype=torch.float32))
+        if part.kind == "step":
+            assert float(part.tensor) == 1.0
+    assert set(state.routes().values()) == {"muon", "adamw"}
+    for optimizer in state.optimizers:
+        lm_loss(state.model, batch(1, 0)).backward()
+        optimizer.step()
 
 
 def _refuse_whole() -> None:

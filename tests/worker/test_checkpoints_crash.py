@@ -169,16 +169,21 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     assert told == ["saved 1"] and _found(tmp_path) == [1]
 
 
-def test_a_failed_save_is_told_and_the_next_one_is_tried(tmp_path: Path) -> None:
-    def fault(point: str) -> None:
-        if point == "rename" and not told:
-            raise OSError(28, "No space left on device")
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), AssertionError("a mistake of ours")])
+@pytest.mark.parametrize("point", ["write", "file", "rename", "pointer", "retention"])
+def test_a_failed_save_is_told_and_the_next_one_is_tried(tmp_path: Path, point: str, error: Exception) -> None:
+    def fault(reached: str) -> None:
+        if reached == point and armed:
+            armed.clear()
+            raise error
 
+    save(tmp_path, 1, 2)
+    armed = ["once"]
     told: list[str] = []
     state, saver = PlainState(), make_saver(tmp_path, asynchronous=True, fault=fault, told=told)
-    for step in (1, 2):
+    for step in (3, 4):
         state.fill(step)
         saver.save(state.parts(), facts(state, step))
     saver.require()
-    assert told == ["failed 1: OSError: [Errno 28] No space left on device", "saved 2"]
-    assert _found(tmp_path) == [2]
+    assert told[0].startswith("failed 3: ") and str(error) in told[0] and told[1] == "saved 4"
+    assert _found(tmp_path)[:2] == ([4, 3] if point in ("pointer", "retention") else [4, 2])

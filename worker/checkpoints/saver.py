@@ -184,7 +184,7 @@ class Saver:
             partial.mkdir(parents=True, exist_ok=True)
             (partial / name).unlink(missing_ok=True)
             size, digest = write_tensors(partial / name, _flats(copied), lambda: self.fault("file"))
-        except (OSError, ValueError, RuntimeError) as error:
+        except Exception as error:  # whatever it is, rank 0 waits for a word
             return _Share(error=f"{type(error).__name__}: {error}")
         tensors = tuple(_entry(entry, self.exchange.rank) for entry in copied)
         file = FileEntry(name=name, num_bytes=size, sha256=digest)
@@ -202,7 +202,7 @@ class Saver:
                 path = commit(partial, manifest, self.keep, self.fault)
                 info = CheckpointInfo(path, facts.step, manifest.sequence, manifest.num_bytes, manifest.created_at)
                 self.on_saved(Saved(info, time.perf_counter() - begin, stall))
-        except (OSError, ValueError) as error:
+        except Exception as error:  # whatever it is, the other ranks wait for a word
             failure = f"{type(error).__name__}: {error}"
         if failure:
             discard(partial)
