@@ -1,5 +1,7 @@
 """The distributed Muon runtime: routing, ownership, communication, kernels and state. Depends on torch alone."""
 
+from dmuon_runtime._muon_adamw_record import MuonAdamWRecord
+from dmuon_runtime.baselines import build_optimizers
 from dmuon_runtime.clip import clip_grad_norm_
 from dmuon_runtime.coefficients import KELLER_JORDAN_COEFFICIENTS, POLAR_EXPRESS_COEFFICIENTS, YOU_COEFFICIENTS
 from dmuon_runtime.counters import CommCount, Counters, CountersSnapshot
@@ -11,6 +13,7 @@ from dmuon_runtime.errors import (
     CallMismatch,
     DMuonError,
     DtypeConflict,
+    GradientMismatch,
     MeshError,
     NonFiniteGradient,
     NotDedicated,
@@ -21,6 +24,7 @@ from dmuon_runtime.errors import (
     PlanMismatch,
     PolicyError,
     RouteRefused,
+    SelectionError,
     SettingError,
     StateMismatch,
     UnmanagedParameters,
@@ -29,6 +33,7 @@ from dmuon_runtime.errors import (
 from dmuon_runtime.guests import ignore_in_ddp, ignored_params
 from dmuon_runtime.kernels import get_backend_status, get_ns_backend
 from dmuon_runtime.muon import Muon
+from dmuon_runtime.muon_adamw import MuonAdamW
 from dmuon_runtime.newton_schulz import (
     NewtonSchulz,
     direct_newton_schulz,
@@ -59,8 +64,11 @@ __all__ = [
     "CountersSnapshot",
     "DMuonError",
     "DtypeConflict",
+    "GradientMismatch",
     "MeshError",
     "Muon",
+    "MuonAdamW",
+    "MuonAdamWRecord",
     "NewtonSchulz",
     "NonFiniteGradient",
     "NotDedicated",
@@ -75,6 +83,7 @@ __all__ = [
     "RestartChoice",
     "RouteRefused",
     "RuntimePlan",
+    "SelectionError",
     "SettingError",
     "StateMismatch",
     "StatePart",
@@ -84,6 +93,7 @@ __all__ = [
     "UnitPlan",
     "UnmanagedParameters",
     "UnsupportedFeature",
+    "build_optimizers",
     "clip_grad_norm_",
     "dedicate_params",
     "direct_newton_schulz",

@@ -90,9 +90,10 @@ class PlanSummary(Resource):
     world_size: int
     trainable_elements: int
     frozen_elements: int
-    ns_matrices: int
-    ns_flops: float
-    predicted_imbalance: float
+    ns_matrices: int | None
+    """None with a baseline, as the next two."""
+    ns_flops: float | None
+    predicted_imbalance: float | None
     tokens_per_step: int
     warnings: tuple[str, ...] = ()
 
@@ -214,9 +215,10 @@ class RouteFigures(Resource):
     parameters: int
     elements: int
     comm: tuple[CommFigures, ...]
-    comm_seconds: float
-    exposed_seconds: float
-    payload_bytes: int
+    comm_seconds: float | None
+    """None with a baseline, as the next two: nothing counts what torch communicates."""
+    exposed_seconds: float | None
+    payload_bytes: int | None
     overlap_ratio: float | None
 
 
@@ -234,6 +236,8 @@ class RankFigures(Resource):
 class RoutesResource(Resource):
     """The routing table of a job, and what really ran."""
 
+    optimizer: str
+    """``dmuon``, or the baseline ``muon`` or ``adamw``, whose routes say what trains a parameter and no more."""
     plan_hash: str
     attempt: int | None
     step: int
@@ -242,8 +246,9 @@ class RoutesResource(Resource):
     routes: tuple[RouteFigures, ...]
     ranks: tuple[RankFigures, ...]
     ns: tuple[NsFigures, ...]
-    ns_matrices: int
-    planned_ns_matrices: int
+    ns_matrices: int | None
+    """None with a baseline, as what was planned: torch counts none."""
+    planned_ns_matrices: int | None
     verification: ConditionResource | None
 
 

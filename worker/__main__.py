@@ -117,10 +117,11 @@ class _Progress:
         elif isinstance(body, RankError):
             print(f"{body.error}\n{body.error.traceback}", file=sys.stderr, flush=True)
         elif body.rank == 0 and (body.step % self._every == 0 or body.step in (1, self._steps)):
+            kernel = "" if body.kernel is None else f"  kernel {body.kernel}"
             norm = "" if body.grad_norm is None else f"  norm {body.grad_norm:.3f}"
             print(
-                f"step {body.step}/{self._steps}  loss {body.loss:.4f}{norm}  {body.step_seconds:.3f} s  "
-                f"kernel {body.kernel}{'  skipped' if body.skipped else ''}",
+                f"step {body.step}/{self._steps}  loss {body.loss:.4f}{norm}  {body.step_seconds:.3f} s"
+                f"{kernel}{'  skipped' if body.skipped else ''}",
                 flush=True,
             )
 

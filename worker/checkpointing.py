@@ -128,9 +128,11 @@ def open_checkpoints(rank: Rank, state: CheckpointedState, corpus: Corpus, plan_
     return RunCheckpoints(rank, state, run, data, first_step, saver, lock)
 
 
-def kernel_record(spec: JobSpec, device: torch.device, epoch: int) -> KernelRecord:
-    """Return the provenance of the numbers, but for what was launched."""
+def kernel_record(spec: JobSpec, device: torch.device, epoch: int | None) -> KernelRecord:
+    """Return the provenance of the numbers, but for what was launched; ``epoch`` is None with a baseline."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    if epoch is None:
+        return KernelRecord(device=name, torch=str(torch.__version__))
     return KernelRecord(
         configured=spec.kernels.kernel, algorithm=spec.kernels.algorithm, coefficients=str(spec.kernels.coefficients),
         epoch=epoch, device=name, torch=str(torch.__version__),

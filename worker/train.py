@@ -12,27 +12,28 @@ from enum import StrEnum
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 import dmuon_runtime as dmuon
 from dmuon_runtime import ledger
 from dmuon_runtime.newton_schulz import Choices
+from worker.baseline_plan import BaselinePlan
 from worker.batches import micro_batches, num_micro_batches
 from worker.checkpointing import RunCheckpoints, kernel_record, open_checkpoints
+from worker.checkpoints.exchange import Exchange
 from worker.checkpoints.manifest import KernelRecord
-from worker.checkpoints.state import DmuonState
 from worker.contract.messages import NsTotals
-from worker.contract.spec import JobSpec
-from worker.control import Agreement
+from worker.contract.spec import DmuonOptimizer
+from worker.control import Agreement, Directive
 from worker.corpus import Corpus, load_corpus
 from worker.kernels import KernelSwitch, ns_calls
 from worker.model import build_model
-from worker.planner import runtime_arguments, runtime_plan
+from worker.optimizers import DmuonDriver, Driver, baseline_driver, dmuon_driver
+from worker.planner import job_plan
 from worker.rendezvous import join_group, leave_group
 from worker.report import Reporter, StepFacts, differences
-from worker.routing import is_managed
 from worker.schedule import lr_ratio
 from worker.seat import Phase, Rank, tell
 from worker.seeds import seed_step
@@ -77,7 +78,7 @@ def train(rank: Rank) -> Outcome:
         finally:
             loop.checkpoints.close()
         if rank.save is not None:
-            _save(loop.model, rank)
+            _save(loop.driver, rank)
         return outcome
     finally:
         rank.phase = Phase.DONE if rank.phase == Phase.TRAINING else rank.phase
@@ -88,23 +89,22 @@ def _build(rank: Rank) -> _Loop:
     spec, device = rank.spec, rank.device
     corpus = load_corpus(spec.data, rank.settings.cache_directory)
     model = build_model(spec, corpus.vocab_size).to(device)
-    plan = runtime_plan(spec, model)
+    plan = job_plan(spec, model)
     _confirm(rank, plan.hash, corpus.fingerprint)
     mesh = init_device_mesh(device.type, (spec.mesh.replicate, spec.mesh.shard), mesh_dim_names=("replicate", "shard"))
-    dmuon.dedicate_params(
-        model,
-        mesh["shard"],
-        is_managed,
-        replicate_mesh=mesh["replicate"] if spec.mesh.replicate > 1 else None,
-        **runtime_arguments(spec, model),
-    )
-    switch = KernelSwitch(spec.kernels, device, rank.mailbox.read().policy)
-    optimizer = _optimizer(spec, model, switch)
-    _prepare(rank, plan, switch)
-    checkpoints = open_checkpoints(rank, DmuonState(model, optimizer), corpus, plan.hash)
+    driver: Driver
+    switch: KernelSwitch | None = None
+    if isinstance(plan, BaselinePlan):
+        driver = baseline_driver(spec, model, mesh, device)
+    else:
+        switch = KernelSwitch(spec.kernels, device, rank.mailbox.read().policy)
+        driver = dmuon_driver(spec, model, mesh, switch)
+        _prepare(rank, plan, switch)
+    exchange = Exchange(rank.store, rank.rank, spec.world_size, rank.settings.collective_timeout_s)
+    checkpoints = open_checkpoints(rank, driver.checkpointed(exchange), corpus, plan.hash)
     agreement = Agreement(rank.mailbox, timeout_s=rank.settings.collective_timeout_s)
-    reporter = Reporter(rank.rank, device, model, optimizer, checkpoints.first_step)
-    return _Loop(rank, corpus, model, plan, optimizer, switch, agreement, reporter, checkpoints)
+    reporter = Reporter(rank.rank, device, driver, checkpoints.first_step)
+    return _Loop(rank, corpus, plan, driver, switch, agreement, reporter, checkpoints)
 
 
 def _confirm(rank: Rank, plan_hash: str, fingerprint: str) -> None:
@@ -138,6 +138,7 @@ def _prepare(rank: Rank, plan: dmuon.RuntimePlan, switch: KernelSwitch) -> None:
     """
     if rank.device.type == "cpu" or not rank.settings.prepare_kernels:
         return
+    assert isinstance(rank.spec.optimizer, DmuonOptimizer)
     calls = ns_calls(plan, rank.spec.optimizer.muon.ns_steps, rank.spec.world_size)
     if rank.rank == 0:
         choices = switch.measure(calls, lambda message: _log.info("Newton-Schulz: %s", message))
@@ -146,27 +147,8 @@ def _prepare(rank: Rank, plan: dmuon.RuntimePlan, switch: KernelSwitch) -> None:
     switch.prepare(calls, rank.rank, Choices.from_json(json.loads(rank.store.get(_CHOICES))))
 
 
-def _optimizer(spec: JobSpec, model: nn.Module, switch: KernelSwitch) -> dmuon.Muon:
-    muon, adamw = spec.optimizer.muon, spec.optimizer.adamw
-    return dmuon.Muon(
-        model,
-        lr=muon.lr,
-        momentum=muon.momentum,
-        weight_decay=muon.weight_decay,
-        nesterov=muon.nesterov,
-        ns_steps=muon.ns_steps,
-        ns_backend=switch.newton_schulz,
-        scale=muon.scale,
-        adamw_lr=adamw.lr,
-        adamw_betas=adamw.betas,
-        adamw_eps=adamw.eps,
-        adamw_weight_decay=adamw.weight_decay,
-        non_finite=spec.failure.non_finite,
-    )
-
-
-def _save(model: nn.Module, rank: Rank) -> None:
-    state = dmuon.get_model_state_dict(model)
+def _save(driver: Driver, rank: Rank) -> None:
+    state = driver.whole_state()
     if rank.rank == 0 and rank.save is not None:
         partial = rank.save.with_name(rank.save.name + ".partial")
         torch.save(state, partial)
@@ -177,10 +159,10 @@ def _save(model: nn.Module, rank: Rank) -> None:
 class _Loop:
     rank: Rank
     corpus: Corpus
-    model: nn.Module
-    plan: dmuon.RuntimePlan
-    optimizer: dmuon.Muon
-    switch: KernelSwitch
+    plan: dmuon.RuntimePlan | BaselinePlan
+    driver: Driver
+    switch: KernelSwitch | None
+    """Of the runtime's Newton-Schulz; None with a baseline, which has its own."""
     agreement: Agreement
     reporter: Reporter
     checkpoints: RunCheckpoints
@@ -190,7 +172,7 @@ class _Loop:
     base_lr: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.base_lr = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.base_lr = [float(group["lr"]) for group in self.driver.optimizer.param_groups]
 
     def run(self) -> Outcome:
         """Do all steps that are left, or stop where all ranks agreed to."""
@@ -203,17 +185,23 @@ class _Loop:
                 self.checkpoints.before_stop(step, self.ns, self._kernels())
                 tell(self.rank, "stopping", f"stopped after step {step}", rank_zero_only=True, step=step)
                 return Outcome.STOPPED
-            changed = self.switch.apply(directive.policy, step + 1)
-            if changed is not None:
-                self.optimizer.set_newton_schulz(self.switch.newton_schulz)
-                if self.rank.rank == 0:  # all ranks change at one agreed step: once said is enough
-                    self.rank.sink(changed)
+            self._apply(directive, step)
             self._step(step)
             self.checkpoints.after_step(step + 1, self.ns, self._kernels())
         return Outcome.COMPLETED
 
+    def _apply(self, directive: Directive, step: int) -> None:
+        if self.switch is None or not isinstance(self.driver, DmuonDriver):
+            return
+        changed = self.switch.apply(directive.policy, step + 1)
+        if changed is not None:
+            self.driver.optimizer.set_newton_schulz(self.switch.newton_schulz)
+            if self.rank.rank == 0:  # all ranks change at one agreed step: once said is enough
+                self.rank.sink(changed)
+
     def _kernels(self) -> KernelRecord:
-        return kernel_record(self.rank.spec, self.rank.device, self.switch.epoch)
+        epoch = None if self.switch is None else self.switch.epoch
+        return kernel_record(self.rank.spec, self.rank.device, epoch)
 
     def _step(self, step: int) -> None:
         begin, spec = time.perf_counter(), self.rank.spec
@@ -223,10 +211,11 @@ class _Loop:
         loss = self._accumulate(step)
         loss_work = dist.all_reduce(loss, async_op=True)
         clip = spec.training.clip_grad_norm
-        norm = None if clip is None else dmuon.clip_grad_norm_(self.optimizer, clip)
-        self.switch.newton_schulz.sample_next = step % self.rank.settings.orthogonality_every_steps == 0
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        norm = None if clip is None else self.driver.clip(clip)
+        if self.switch is not None:
+            self.switch.newton_schulz.sample_next = step % self.rank.settings.orthogonality_every_steps == 0
+        self.driver.optimizer.step()
+        self.driver.optimizer.zero_grad()
         assert loss_work is not None, "this rank is in the group"
         loss_work.wait()
         facts = StepFacts(
@@ -235,15 +224,15 @@ class _Loop:
             grad_norm=None if norm is None else float(norm),
             seconds=time.perf_counter() - begin,
             tokens=spec.training.global_batch // spec.world_size * spec.data.sequence_length,
-            kernel=self.switch.kernel,
-            kernel_epoch=self.switch.epoch,
-            orthogonality_error=self.switch.newton_schulz.last_error,
+            kernel=None if self.switch is None else self.switch.kernel,
+            kernel_epoch=None if self.switch is None else self.switch.epoch,
+            orthogonality_error=None if self.switch is None else self.switch.newton_schulz.last_error,
             ns_before=before,
         )
         report = self.reporter.report(facts)
         self.rank.sink(report)
         self.ns = report.ns
-        if not self.verified and report.skipped_total == 0:
+        if isinstance(self.plan, dmuon.RuntimePlan) and not self.verified and report.skipped_total == 0:
             self.verified = True
             found = differences(spec, self.plan, self.rank.rank, report, report.steps_done)
             message = "; ".join(found) or "the first step did exactly what the plan says"
@@ -252,7 +241,7 @@ class _Loop:
     def _set_rates(self, step: int) -> None:
         training = self.rank.spec.training
         ratio = lr_ratio(training.schedule, training.steps, step)
-        for group, base in zip(self.optimizer.param_groups, self.base_lr, strict=True):
+        for group, base in zip(self.driver.optimizer.param_groups, self.base_lr, strict=True):
             group["lr"] = base * ratio
 
     def _accumulate(self, step: int) -> Tensor:
@@ -262,14 +251,14 @@ class _Loop:
         batches = micro_batches(self.rank.spec, self.corpus, self.rank.rank, step, self.rank.device)
         for index, (inputs, targets) in enumerate(batches):
             if index + 1 < num_micro:
-                with dmuon.no_sync(self.model):
+                with self.driver.no_sync():
                     total += self._backward(inputs, targets, num_micro)
             else:
                 total += self._backward(inputs, targets, num_micro)
         return total
 
     def _backward(self, inputs: Tensor, targets: Tensor, num_micro: int) -> Tensor:
-        logits = self.model(input_ids=inputs).logits
+        logits = self.driver.forward(inputs)
         loss = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) / num_micro
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach().double()

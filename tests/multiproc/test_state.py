@@ -206,16 +206,16 @@ def _torch_optimizers(folder: Path) -> None:
         _loss(state.model, 0).backward()
         state.optimizers[1].step()
         for part in state.parts():
-            if part.kind == "momentum_buffer":
+            if part.kind == "momentum_average":
                 part.load(torch.arange(part.start, part.stop, dtype=torch.float32))
         save_to(folder / "torch", state, 1, _exchange("torch/save"))
         return
     resume_from(folder / "torch", state, _exchange("torch/load"))
     stored = contents(newest(folder / "torch"))
-    assert {key[0] for key in stored} == {"weight", "momentum_buffer", "step", "exp_avg", "exp_avg_sq"}
+    assert {key[0] for key in stored} == {"weight", "momentum_average", "step", "exp_avg", "exp_avg_sq"}
     for part in state.parts():
         assert torch.equal(part.values(), stored[part.kind, part.name].reshape(-1)), (part.kind, part.name)
-        if part.kind == "momentum_buffer":
+        if part.kind == "momentum_average":
             assert torch.equal(part.values(), torch.arange(part.stop, dtype=torch.float32))
         if part.kind == "step":
             assert float(part.tensor) == 1.0

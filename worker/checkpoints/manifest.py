@@ -84,12 +84,12 @@ class LaunchCount(_Record):
 
 
 class KernelRecord(_Record):
-    """Where the numbers come from: what was asked for, and what was launched."""
+    """Where the numbers come from: what was asked for (None with a baseline), and what was launched."""
 
-    configured: str
-    algorithm: str
-    coefficients: str
-    epoch: int
+    configured: str | None = None
+    algorithm: str | None = None
+    coefficients: str | None = None
+    epoch: int | None = None
     launched: tuple[LaunchCount, ...] = ()
     device: str
     torch: str

@@ -19,6 +19,11 @@ from worker.checkpoints.exchange import Exchange
 __all__ = ["TorchState"]
 
 
+_AVERAGE = "momentum_average"
+"""torch's Muon averages gradients where the runtime's accumulates them, so its momentum is another kind of state: a
+checkpoint of the one is refused by the other."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Held:
     """One tensor of the model with its names, where this rank's part begins, and whether this rank saves it."""
@@ -110,7 +115,9 @@ class TorchState:
                 for parameter in group["params"]:
                     slots = optimizer.state[parameter]
                     assert slots, f"a parameter of shape {tuple(parameter.shape)} has no state"
-                    for kind, value in slots.items():
+                    averages = isinstance(optimizer, torch.optim.Muon)
+                    for slot, value in slots.items():
+                        kind = _AVERAGE if averages and slot == "momentum_buffer" else slot
                         yield id(parameter), kind, value
 
 

@@ -91,13 +91,14 @@ class RankReport(Message):
     """Counts by :data:`STEP_SECONDS_BUCKETS`, not cumulative over buckets, one more for the rest."""
     comm: tuple[CommTotals, ...]
     ns: tuple[NsTotals, ...]
-    owner_compute_seconds: float
+    owner_compute_seconds: float | None
+    """None with a baseline, which has no owners."""
     ns_orthogonality_error: float | None
     """Largest sampled deviation from 1 of a squared singular value of an update; None before the first sample."""
     routes: tuple[RouteStats, ...]
-    kernel: Kernel
-    """What the runtime launched in this step (``auto`` resolved)."""
-    kernel_epoch: int
+    kernel: Kernel | None
+    """What the runtime launched in this step (``auto`` resolved); None with a baseline, which launches torch's own."""
+    kernel_epoch: int | None
     memory_bytes: int
     """Resident set of the process, or memory allocated on its GPU."""
     lr: dict[str, float]

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
 
 from worker.contract.kernels import Algorithm, Kernel
 
 __all__ = [
-    "AdamWSettings", "CheckpointSpec", "DataSpec", "DmuonOptimizer", "FailureSpec", "JobSpec", "KernelsSpec",
-    "MeshSpec", "ModelSpec", "MuonSettings", "Override", "PolicyFields", "ResourcesSpec", "Route", "RoutingSpec",
-    "ScheduleSpec", "TrainingSpec",
+    "OPTIMIZER_TAG", "AdamWOptimizer", "AdamWSettings", "CheckpointSpec", "DataSpec", "DmuonOptimizer", "FailureSpec",
+    "JobSpec", "KernelsSpec", "MeshSpec", "ModelSpec", "MuonOptimizer", "MuonSettings", "Optimizer", "Override",
+    "PlainMuonSettings", "PolicyFields", "ResourcesSpec", "Route", "RoutingSpec", "ScheduleSpec", "TrainingSpec",
 ]  # fmt: skip
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$")]
@@ -139,6 +139,54 @@ class DmuonOptimizer(Section):
     adamw: AdamWSettings = AdamWSettings()
 
 
+class PlainMuonSettings(MuonSettings):
+    """Settings of ``torch.optim.Muon``: coefficients, precision and iteration are torch's own."""
+
+    scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """torch's ``adjust_lr_fn``."""
+
+
+class MuonOptimizer(Section):
+    """A baseline: torch's Muon on matrices and torch's AdamW on the rest, under FSDP2 or DDP, without the runtime."""
+
+    kind: Literal["muon"]
+    muon: PlainMuonSettings = PlainMuonSettings()
+    adamw: AdamWSettings = AdamWSettings()
+    weight_decay_exclude_1d: bool = False
+    """Leave norms, biases and other parameters of at most one dim without decay."""
+    adamw_name_hints: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
+    """A matrix whose full name contains one of these is AdamW's; None takes the runtime's list."""
+
+
+class AdamWOptimizer(Section):
+    """A baseline: torch's AdamW on everything, under FSDP2 or DDP, without the runtime."""
+
+    kind: Literal["adamw"]
+    adamw: AdamWSettings = AdamWSettings()
+    weight_decay_exclude_1d: bool = False
+    """Leave norms, biases and other parameters of at most one dim without decay."""
+
+
+OPTIMIZER_TAG = "kind="
+"""Before the kind in the name of a union's member, so that it is told from a field in the place of an error."""
+
+
+def _optimizer_tag(value: Any) -> str | None:
+    """Return which member of the union ``value`` is; without a ``kind`` it is ``dmuon``'s."""
+    if isinstance(value, dict):
+        return f"{OPTIMIZER_TAG}{value.get('kind', 'dmuon')}"
+    kind = getattr(value, "kind", None)
+    return None if kind is None else f"{OPTIMIZER_TAG}{kind}"
+
+
+Optimizer = Annotated[
+    Annotated[DmuonOptimizer, Tag(f"{OPTIMIZER_TAG}dmuon")]
+    | Annotated[MuonOptimizer, Tag(f"{OPTIMIZER_TAG}muon")]
+    | Annotated[AdamWOptimizer, Tag(f"{OPTIMIZER_TAG}adamw")],
+    Discriminator(_optimizer_tag),
+]
+
+
 class PolicyFields(Section):
     """What the runtime does with a parameter. A field that is absent leaves the earlier value."""
 
@@ -242,7 +290,7 @@ class JobSpec(Section):
     data: DataSpec
     mesh: MeshSpec = MeshSpec()
     training: TrainingSpec
-    optimizer: DmuonOptimizer = DmuonOptimizer()
+    optimizer: Optimizer = DmuonOptimizer()
     routing: RoutingSpec = RoutingSpec()
     kernels: KernelsSpec = KernelsSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
