@@ -12,6 +12,7 @@ that no step waits for the device. Until then a flag on the device withholds the
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -68,7 +69,8 @@ def _spread(o: Tensor) -> Tensor:
     """Root mean square of ``sigma^2 - 1`` of wide matrices [..., m, n]."""
     gram = o @ o.mT
     gram.diagonal(dim1=-2, dim2=-1).sub_(1.0)
-    return torch.linalg.matrix_norm(gram) / o.shape[-2] ** 0.5
+    norm: Tensor = torch.linalg.vector_norm(gram, dim=(-2, -1))
+    return norm / math.sqrt(o.shape[-2])
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -45,6 +45,7 @@ class StepFacts:
     kernel_epoch: int
     orthogonality_error: float | None
     ns_before: Mapping[tuple[str, str], ledger.NsCount]
+    fallback_calls: int = 0
 
 
 @dataclass(slots=True)
@@ -94,6 +95,7 @@ class Reporter:
             ),
             kernel=Kernel(launched_kernel(facts.ns_before, counts) or facts.kernel),
             kernel_epoch=facts.kernel_epoch,
+            fallback_calls=facts.fallback_calls,
             memory_bytes=self._memory_bytes(),
             lr={str(group["route"]): float(group["lr"]) for group in self.optimizer.param_groups},
         )

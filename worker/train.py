@@ -26,6 +26,7 @@ from worker.contract.messages import Milestone
 from worker.contract.spec import JobSpec
 from worker.control import Agreement, Mailbox
 from worker.corpus import Corpus, load_corpus
+from worker.kernel_control import KernelControl
 from worker.kernels import KernelSwitch, ns_calls
 from worker.model import build_model
 from worker.planner import runtime_arguments, runtime_plan
@@ -132,13 +133,14 @@ def _build(rank: Rank) -> _Loop:
         replicate_mesh=mesh["replicate"] if spec.mesh.replicate > 1 else None,
         **runtime_arguments(spec, model),
     )
-    switch = KernelSwitch(spec.kernels, device, rank.mailbox.read().policy)
+    switch = KernelSwitch(spec.kernels, device, rank.mailbox.first)
     optimizer = _optimizer(spec, model, switch)
     _prepare(rank, plan, switch)
     torch.manual_seed(spec.training.seed * 1_000_003 + rank.rank)  # dropout differs by rank
-    agreement = Agreement(rank.mailbox, timeout_s=rank.settings.collective_timeout_s)
+    control = KernelControl(rank.rank, switch, ns_calls(plan, spec.optimizer.muon.ns_steps, spec.world_size))
+    agreement = Agreement(rank.mailbox, timeout_s=rank.settings.collective_timeout_s, voice=control.voice)
     reporter = Reporter(rank.rank, device, model, optimizer)
-    return _Loop(rank, corpus, model, plan, optimizer, switch, agreement, reporter)
+    return _Loop(rank, corpus, model, plan, optimizer, switch, control, agreement, reporter)
 
 
 def _confirm(rank: Rank, plan_hash: str, fingerprint: str) -> None:
@@ -215,6 +217,7 @@ class _Loop:
     plan: dmuon.RuntimePlan
     optimizer: dmuon.Muon
     switch: KernelSwitch
+    control: KernelControl
     agreement: Agreement
     reporter: Reporter
     verified: bool = False
@@ -231,11 +234,9 @@ class _Loop:
             if directive.stop:
                 _tell(self.rank, "stopping", f"stopped after step {step}", rank_zero_only=True, step=step)
                 return Outcome.STOPPED
-            changed = self.switch.apply(directive.policy, step + 1)
-            if changed is not None:
-                self.optimizer.set_newton_schulz(self.switch.newton_schulz)
-                if self.rank.rank == 0:  # all ranks change at one agreed step: once said is enough
-                    self.rank.sink(changed)
+            for note in self.control.begin(directive, step + 1):
+                self.rank.sink(note)
+            self.optimizer.set_newton_schulz(self.switch.newton_schulz)
             self._step(step)
         return Outcome.COMPLETED
 
@@ -262,9 +263,12 @@ class _Loop:
             kernel_epoch=self.switch.epoch,
             orthogonality_error=self.switch.newton_schulz.last_error,
             ns_before=before,
+            fallback_calls=self.switch.guard.fallback_calls,
         )
         report = self.reporter.report(facts)
         self.rank.sink(report)
+        for note in self.control.end(step + 1, skipped=report.skipped):
+            self.rank.sink(note)
         if not self.verified and report.skipped_total == 0:
             self.verified = True
             found = differences(spec, self.plan, self.rank.rank, report, step + 1)

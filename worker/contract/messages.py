@@ -96,6 +96,8 @@ class RankReport(Message):
     kernel: Kernel
     """What the runtime launched in this step (``auto`` resolved)."""
     kernel_epoch: int
+    fallback_calls: int = 0
+    """Newton-Schulz calls of this rank whose kernel failed, and that the fallback did instead."""
     memory_bytes: int
     """Resident set of the process, or memory allocated on its GPU."""
     lr: dict[str, float]
@@ -107,7 +109,20 @@ class Milestone(Message):
 
     kind: Literal["milestone"] = "milestone"
     name: Literal[
-        "placed", "workers_started", "group_formed", "plan_confirmed", "routes_verified", "kernel_changed", "stopping"
+        "placed",
+        "workers_started",
+        "group_formed",
+        "plan_confirmed",
+        "routes_verified",
+        "kernel_changed",
+        "stopping",
+        "kernel_failed",
+        "breaker_changed",
+        "swap_preparing",
+        "swap_refused",
+        "swap_prepared",
+        "swap_committed",
+        "swap_rolled_back",
     ]
     at: float
     message: str
