@@ -113,6 +113,16 @@ class Client:
         path = f"/v1/kernels/{kernel}/breaker"
         return self._ask(r.BreakerResource, "PUT", path, content=change.model_dump_json(), headers=headers)
 
+    def swap(self, job_id: str, request: r.SwapRequest, *, key: str | None = None) -> r.SwapResource:
+        """Ask for a swap of a running job's kernel; with a key, asking again is safe."""
+        headers = {"Content-Type": "application/json"} | ({} if key is None else {"Idempotency-Key": key})
+        path = f"/v1/jobs/{job_id}/kernel-swaps"
+        return self._ask(r.SwapResource, "POST", path, content=request.model_dump_json(), headers=headers)
+
+    def swap_state(self, job_id: str, swap_id: str) -> r.SwapResource:
+        """Return a swap."""
+        return self._ask(r.SwapResource, "GET", f"/v1/jobs/{job_id}/kernel-swaps/{swap_id}")
+
     def _ask(
         self,
         kind: type[M],

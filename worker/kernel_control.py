@@ -71,6 +71,8 @@ class KernelControl:
         changed = self._switch.apply(directive.policy, step)
         if changed is not None:
             told.append(changed)
+        moved, self._switch.moved = self._switch.moved, []
+        told += [self._transition(transition, step) for transition in moved]
         told += self._move_breakers(heard[_NUM_SWAP_WORDS:], step)
         told += self._move_swap(directive.policy.swap, heard[:_NUM_SWAP_WORDS], step)
         told = told if self._rank == 0 else []  # all ranks change at one agreed step: once said is enough

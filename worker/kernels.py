@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dmuon_runtime.breaker import BreakerState, Move, Observation, Thresholds, decide_finding
+from dmuon_runtime.breaker import BreakerState, Move, Observation, Thresholds, Transition, decide_finding
 from dmuon_runtime.coefficients import (
     KELLER_JORDAN_COEFFICIENTS,
     POLAR_EXPRESS_COEFFICIENTS,
@@ -143,6 +143,8 @@ class KernelSwitch:
     def __init__(self, spec: KernelsSpec, device: torch.device, policy: KernelPolicy) -> None:
         self.spec, self.device, self.policy = with_target(spec, policy.target), device, policy
         self.guard = KernelGuard(Thresholds(**spec.breaker.model_dump()))
+        self.moved: list[Transition] = []
+        """What an operator's word did to breakers that had moved by themselves; for whoever tells it to take away."""
         self._obey_operator(KernelPolicy(), policy)
         self.epoch = policy.epoch
         self._prepared: tuple[NsCalls, int, Choices] | None = None
@@ -241,7 +243,9 @@ class KernelSwitch:
                 guard.initial[kernel.value] = state
                 for key, breaker in guard.breakers.items():
                     if key.kernel == kernel.value:
-                        breaker.move(move, now, "an operator's word")
+                        done = breaker.move(move, now, "an operator's word")
+                        if done is not None and done.before in (BreakerState.OPEN, BreakerState.HALF_OPEN):
+                            self.moved.append(done)
 
     def _make(self, spec: KernelsSpec, policy: KernelPolicy) -> SampledNewtonSchulz:
         detected = Kernel(make_newton_schulz(spec, Kernel.AUTO).kernel_on(self.device))
