@@ -180,7 +180,7 @@ class KernelGuard:
     def _compare(self, breaker: Breaker, tensors: Sequence[Tensor], kernel: Run, fallback: Run) -> None:
         sample = _sample(tensors, self.thresholds.check_matrices)
         try:
-            with LEDGER.trial():  # launched, but not applied
+            with LEDGER.comparing():
                 found, kernel_span = _timed(kernel, sample)
                 expected, fallback_span = _timed(fallback, sample)
         except Exception as error:

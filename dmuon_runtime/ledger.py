@@ -55,6 +55,7 @@ class _Local(threading.local):
     """What holds for one thread alone: others may launch, measure or capture at the same time."""
 
     is_muted = False
+    is_comparing = False
     recording: Launches | None = None
     trial: Trial | None = None
 
@@ -66,6 +67,7 @@ class Ledger:
         self._lock = threading.Lock()
         self._counts: dict[Key, NsCount] = {}
         self._pending: deque[tuple[Key, torch.Event, torch.Event]] = deque()
+        self._compared: Launches = {}
         self._local = _Local()
 
     def count_launch(self, kernel: str, algorithm: str) -> None:
@@ -73,6 +75,9 @@ class Ledger:
         recording = self._local.recording
         if recording is not None:
             recording[kernel, algorithm] = recording.get((kernel, algorithm), 0) + 1
+        elif self._local.is_comparing and not self._local.is_muted:
+            with self._lock:
+                self._compared[kernel, algorithm] = self._compared.get((kernel, algorithm), 0) + 1
         else:
             self._add((kernel, algorithm), launches=1)
 
@@ -95,6 +100,20 @@ class Ledger:
             yield
         finally:
             self._local.is_muted = before
+
+    @contextmanager
+    def comparing(self) -> Iterator[None]:
+        """Count the launches of this thread apart from those that do the work: their results are only looked at."""
+        before, self._local.is_comparing = self._local.is_comparing, True
+        try:
+            yield
+        finally:
+            self._local.is_comparing = before
+
+    def compared(self) -> Launches:
+        """Return the launches of comparisons so far."""
+        with self._lock:
+            return dict(self._compared)
 
     @contextmanager
     def trial(self) -> Iterator[Trial]:
@@ -123,7 +142,7 @@ class Ledger:
     def orthogonalising(self, kernel: str, algorithm: str, num_matrices: int, device: torch.device) -> Iterator[None]:
         """Time a group and count its matrices; nothing is counted when the body raises."""
         key = (kernel, algorithm)
-        if self._local.is_muted:
+        if self._local.is_muted or self._local.is_comparing:
             yield
             return
         if device.type == "cuda":

@@ -142,6 +142,9 @@ def _add_totals(families: Families, job: str, totals: Totals) -> None:
     for rank in sorted({report.rank for report in reports}):
         seconds = sum(report.owner_compute_seconds for report in reports if report.rank == rank)
         families.add("dmuon_owner_compute_seconds_total", (job, str(rank)), seconds)
+    for kernel in sorted({kernel for report in reports for kernel in report.compared_launches}):
+        number = sum(report.compared_launches.get(kernel, 0) for report in reports)
+        families.add("dmuon_ns_compared_launches_total", (job, kernel), number)
     families.add("dmuon_ns_fallback_calls_total", (job,), sum(report.fallback_calls for report in reports))
     families.add("dmuon_tokens_total", (job,), sum(report.tokens_total for report in reports))
     families.add("dmuon_steps_total", (job,), _sum_of_largest(totals, "step"))

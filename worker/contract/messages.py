@@ -98,6 +98,8 @@ class RankReport(Message):
     kernel_epoch: int
     fallback_calls: int = 0
     """Newton-Schulz calls of this rank whose kernel failed, and that the fallback did instead."""
+    compared_launches: dict[Kernel, int] = {}
+    """Launches whose results were only compared with another kernel's; they are not in :attr:`ns`."""
     memory_bytes: int
     """Resident set of the process, or memory allocated on its GPU."""
     lr: dict[str, float]

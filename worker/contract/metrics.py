@@ -56,6 +56,8 @@ CATALOGUE: tuple[Metric, ...] = (
     _m("dmuon_breaker_transitions_total", "counter", "1", "kernel from_state to_state", "Changes of a breaker"),
     _m("dmuon_kernel_swaps_total", "counter", "1", "result", "Swaps of a running job's kernel, by what came of them"),
     _m("dmuon_kernel_epoch", "gauge", "1", "job rank", "Changes of what a rank launches; the same on all ranks"),
+    _m("dmuon_ns_compared_launches_total", "counter", "1", "job kernel",
+       "Matrix products whose results were only compared with another kernel's"),
     _m("dmuon_ns_fallback_calls_total", "counter", "1", "job",
        "Newton-Schulz calls whose kernel failed and that the fallback did instead"),
     # Training.

@@ -17,6 +17,11 @@ def upgrade() -> None:
     """Add two tables and a column; what is there stays."""
     with op.batch_alter_table("breakers") as table:
         table.add_column(sa.Column("expires_at", sa.Float(), nullable=True))
+    _create_kernel_swaps()
+    _create_runtime_transitions()
+
+
+def _create_kernel_swaps() -> None:
     op.create_table(
         "kernel_swaps",
         sa.Column("id", sa.String(32), nullable=False),
@@ -38,6 +43,9 @@ def upgrade() -> None:
         sa.UniqueConstraint("number", name=op.f("uq_kernel_swaps_number")),
     )
     op.create_index(op.f("ix_kernel_swaps_job_id"), "kernel_swaps", ["job_id"])
+
+
+def _create_runtime_transitions() -> None:
     op.create_table(
         "runtime_transitions",
         sa.Column("id", _BIG, autoincrement=True, nullable=False),
