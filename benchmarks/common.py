@@ -31,9 +31,10 @@ def interleaved_ms(
         warmup: untimed calls of each contestant before the first round.
         inner: calls timed together as one sample.
     """
-    for call in contestants.values():
+    for name, call in contestants.items():
         for _ in range(warmup):
             call()
+            _wait_for(name)
     samples: dict[str, list[float]] = {name: [] for name in contestants}
     names = list(contestants)
     for number in range(rounds):
@@ -41,6 +42,15 @@ def interleaved_ms(
         for name in names[shift:] + names[:shift]:
             samples[name].append(_timed_ms(contestants[name], inner))
     return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def _wait_for(name: str) -> None:
+    """Wait for the device, and name the contestant whose kernels faulted, if they did."""
+    if torch.cuda.is_available():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            raise RuntimeError(f"{name}: {error}") from error
 
 
 HEAD_START_CYCLES = 4_000_000

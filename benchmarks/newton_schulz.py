@@ -56,6 +56,8 @@ QWEN_LAYER: tuple[Shape, ...] = ((2, 2048, 2048), (2, 1024, 2048), (2, 6144, 204
 NUM_RANKS = 8
 FIRST_CALL: tuple[Shape, ...] = ((1, 2048, 2048), (1, 2048, 8192))
 KELLER_JORDAN = (3.4445, -4.7750, 2.0315)
+ROW = "row: "
+"""Before a row that a child process prints."""
 SLOW_MATRICES = 8
 """torch.optim.Muon loops over matrices: cases with more of them are timed in fewer rounds."""
 
@@ -112,7 +114,8 @@ def contestants(stacks: Sequence[Tensor]) -> dict[str, Callable[[], object]]:
     if not torch.cuda.is_available():
         ns = dmuon.NewtonSchulz()
         found["ours, bf16 products"] = lambda: with_bf16_products(lambda: ns.orthogonalize(stacks, 5))
-    ours["ours"].prepare([stack.shape for stack in stacks], stacks[0].dtype, stacks[0].device)
+    choices = ours["ours"].prepare([stack.shape for stack in stacks], stacks[0].dtype, stacks[0].device)
+    print(f"chosen: {', '.join(f'{key} {value}' for key, value in choices.entries.items())}", flush=True)
     return found | {name: lambda ns=ns: ns.orthogonalize(stacks, 5) for name, ns in ours.items()}
 
 
@@ -174,6 +177,7 @@ def run_case(name: str, case: Sequence[Shape], rounds: int, tflops: float) -> di
     row |= {"of ideal": ideal_ms(case, tflops) / times["ours"], "prepare s": prepare_s}
     ns = dmuon.NewtonSchulz()
     row["error"] = max(error_against_fp64(stack, ns.orthogonalize, ns.plan(5)[0]) for stack in stacks)
+    print(f"{name}: ratio {row['ratio']:.3f}", flush=True)
     row["torch's error"] = max(error_against_fp64(stack[:1], torch_muon, [KELLER_JORDAN] * 5) for stack in stacks)
     return row
 
@@ -206,25 +210,58 @@ def child() -> int:
     return 0
 
 
+def run_cases(names: Sequence[str], rounds: int, tflops: float) -> tuple[list[dict[str, Any]], list[str]]:
+    """Run cases in a child process, and go on in another one where the device faults: rows, and what faulted.
+
+    A fault of one contestant's kernels ends its whole process. The case is then tried once more.
+    """
+    rows: list[dict[str, Any]] = []
+    faults: list[str] = []
+    left, tries = list(names), Counter[str]()
+    while left:
+        command = [sys.executable, "-m", "benchmarks.newton_schulz", "--cases", json.dumps([left, rounds, tflops])]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith(ROW):
+                    rows.append(json.loads(line.removeprefix(ROW)))
+                    left.remove(rows[-1]["case"])
+                else:
+                    print(line, end="", flush=True)
+        if process.returncode == 0:
+            break
+        faults.append(f"{left[0]}: a process ended with {process.returncode}")
+        print(faults[-1], flush=True)
+        tries[left[0]] += 1
+        if tries[left[0]] > 1:
+            left.pop(0)
+    return rows, faults
+
+
 def main(arguments: list[str]) -> int:
     """Run, print, write; return the exit status."""
     if "--child" in arguments:
         return child()
     cuda = torch.cuda.is_available()
     cases = gpu_cases() if cuda else {_name(case): case for case in CPU_CASES}
+    if "--cases" in arguments:
+        names, rounds, tflops = json.loads(arguments[arguments.index("--cases") + 1])
+        for name in names:
+            print(ROW + json.dumps(run_case(name, cases[name], rounds, tflops)), flush=True)
+        return 0
     rounds = 7 if "--quick" in arguments or not cuda else 20
     tflops = ceiling_tflops(torch.float16 if cuda else torch.float32)
-    rows = [run_case(name, case, rounds, tflops) for name, case in cases.items()]
+    rows, faults = run_cases(list(cases), rounds, tflops)
     print_table(list(rows[0]), [list(row.values()) for row in rows])
-    single = [row for case, row in zip(cases.values(), rows, strict=True) if len(case) == 1]
+    single = [row for row in rows if len(cases[row["case"]]) == 1]
     mean = math.exp(sum(math.log(row["ratio"]) for row in single) / len(single))
     print(f"geometric mean of the ratio over {len(single)} shapes: {mean:.3f}; ceiling {tflops:.3g} TFLOP/s")
-    facts: dict[str, Any] = {"input_dtype": "bfloat16" if cuda else "float32", "ceiling": tflops}
+    facts: dict[str, Any] = {"input_dtype": "bfloat16" if cuda else "float32", "ceiling": tflops, "faults": faults}
     if "--first-call" in arguments:
         facts["first_call_s"] = first_call_s()
         print("first call, seconds:", facts["first_call_s"])
     write_result("newton_schulz", rows, unit="milliseconds, median", geometric_mean=mean, **facts)
-    return 0
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

@@ -120,13 +120,16 @@ def direct_iteration(
 ) -> tuple[list[Long], Tensor]:
     """Iterate by the classic form, ``X <- (a I + b A + c A^2) X`` with ``A = X X^T``; returns as the Gram form does."""
     longs, gram = _stack(matrices)
-    q = None
-    for a, b, c in coefficients:
+    z, last = gram, len(coefficients) - 1
+    for step, (a, b, c) in enumerate(coefficients):
         for long in longs:
-            if q is not None:
-                long.multiply(q, kernel)
             long.gram(kernel, gram, "direct")
         z = kernel.symmetric(gram, gram.mT, gram, alpha=c, beta=b, algorithm="direct")
-        q = kernel.add_identity(z, a)
-    assert q is not None, "no steps"
-    return longs, q
+        if step < last and all(kernel.adds_at_once(*long.operands(z)) for long in longs):
+            for long in longs:
+                long.x = kernel.rectangular_plus(*long.operands(z), long.x, a)
+            continue
+        kernel.add_identity(z, a)
+        for long in longs if step < last else ():
+            long.multiply(z, kernel)
+    return longs, z

@@ -78,6 +78,14 @@ class SymmetricKernel(ABC):
         """Return the plain product ``left @ right``: [B, M, K], [B, K, N] to [B, M, N]."""
         return torch.bmm(left, right)
 
+    def adds_at_once(self, left: Tensor, right: Tensor) -> bool:
+        """Return whether :meth:`rectangular_plus` costs less than an added identity and :meth:`rectangular`."""
+        return False
+
+    def rectangular_plus(self, left: Tensor, right: Tensor, c: Tensor, beta: float) -> Tensor:
+        """Return ``left @ right + beta * c``, added before rounding; asked for only where :meth:`adds_at_once`."""
+        return torch.baddbmm(c, left, right, beta=beta)
+
     def add_identity(self, z: Tensor, a: float) -> Tensor:
         """Add ``a I`` to contiguous ``z`` [B, N, N] in place, and return it."""
         return add_identity(z, a)

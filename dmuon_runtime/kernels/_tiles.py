@@ -1,8 +1,8 @@
-"""Which tile of quack's symmetric GEMM suits a product, by its size.
+"""Which tile of quack's GEMMs suits a product, by its size.
 
-quack takes one tile for everything on SM90 (128 x 256 in clusters of 2 x 1). Measured on an H200 (microseconds in a
-CUDA graph, `benchmarks/results/symmetric_product-nvidia-h200.json`), the best of these tiles is up to 2.7 times faster
-for one small matrix and 1.5 times for one of 4096.
+quack takes one tile for every symmetric product on SM90 (128 x 256 in clusters of 2 x 1). Measured on an H200
+(`python -m benchmarks.tiles`, microseconds in a CUDA graph), the best of these tiles is up to three times faster for
+one small matrix and 1.3 times for one of 2048 or 4096.
 """
 
 from __future__ import annotations
@@ -11,38 +11,40 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["TILES", "Product", "Tile", "candidate_tiles", "decide_tile"]
+__all__ = ["TILES", "Product", "Tile", "candidate_tiles", "decide_plain_tile", "decide_tile"]
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A configuration of the GEMM. ``tile_m * cluster_m`` equals ``tile_n * cluster_n``, or the result is wrong."""
+    """A configuration of the GEMM; that of a symmetric product covers ``square`` clusters, or the result is wrong."""
 
     tile_m: int
     tile_n: int
     cluster_m: int = 1
     cluster_n: int = 1
     ping_pong: bool = False
+    square: bool = True
 
     def __post_init__(self) -> None:
         rows, cols = self.tile_m * self.cluster_m, self.tile_n * self.cluster_n
-        if rows != cols:
+        if self.square and rows != cols:
             raise ValueError(f"a cluster must cover a square of a symmetric product, found {rows} x {cols}")
 
 
 SMALL: Final = Tile(64, 64)
-FLAT: Final = Tile(64, 128, cluster_m=2, ping_pong=True)
+FLAT: Final = Tile(128, 64, cluster_n=2, ping_pong=True)
 PING_PONG: Final = Tile(128, 128, ping_pong=True)
+OBLONG: Final = Tile(192, 96, cluster_n=2, ping_pong=True)
 LARGE: Final = Tile(192, 192)
-TILES: Final[Mapping[str, Tile]] = {"small": SMALL, "flat": FLAT, "ping_pong": PING_PONG, "large": LARGE}
+TILES: Final[Mapping[str, Tile]] = {
+    "small": SMALL, "flat": FLAT, "ping_pong": PING_PONG, "oblong": OBLONG, "large": LARGE
+}  # fmt: skip
 """By the names under which choices are kept."""
 
+NUM_MULTIPROCESSORS: Final = 132
+"""Of the H100 and H200 for which the rules were measured."""
 FEW_TILES: Final = 40
-"""Up to this many tiles of 128 x 128, most of an H200's 132 multiprocessors would idle: smaller tiles win."""
-
-
-LONG_SUM: Final = 12_000
-"""From this inner dimension on, and with enough tiles, the larger tile's fewer loads win."""
+"""Up to this many tiles of 128 x 128, most multiprocessors would idle: smaller tiles win."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class Product:
     """``num_matrices`` products [short_dim, inner_dim] x [inner_dim, short_dim], with or without an added matrix.
 
     ``contiguous`` says that the operands are contiguous along the inner dimension. Where they are not, the compiler
-    ends the process on some tiles, so only the two that are known to compile are used.
+    ends the process on the large tile.
     """
 
     num_matrices: int
@@ -70,8 +72,19 @@ class Product:
     @property
     def num_tiles(self) -> int:
         """Tiles of 128 x 128 on or below the diagonals."""
-        rows = -(-self.short_dim // 128)
+        return self._num_triangle(128)
+
+    def _num_triangle(self, side: int) -> int:
+        rows = -(-self.short_dim // side)
         return self.num_matrices * rows * (rows + 1) // 2
+
+    @property
+    def fills_oblong(self) -> bool:
+        """True where :data:`OBLONG`, at 9/8 of the work of a 128 x 128 tile, needs so few waves that it is faster."""
+        waves, oblong_waves = (
+            -(-count // NUM_MULTIPROCESSORS) for count in (self.num_tiles, 2 * self._num_triangle(192))
+        )
+        return 9 * oblong_waves < 8 * waves
 
 
 def decide_tile(product: Product, choices: Mapping[str, str]) -> Tile:
@@ -80,20 +93,39 @@ def decide_tile(product: Product, choices: Mapping[str, str]) -> Tile:
     if chosen in candidate_tiles(product):
         return TILES[chosen]
     if product.num_tiles <= FEW_TILES:
-        return FLAT if product.short_dim >= 1024 and product.contiguous else SMALL
-    large = product.inner_dim >= LONG_SUM and product.short_dim >= 4096 and product.contiguous
-    return LARGE if large else PING_PONG
+        return FLAT if product.short_dim >= 1024 else SMALL
+    return OBLONG if product.fills_oblong else PING_PONG
 
 
 def candidate_tiles(product: Product) -> tuple[str, ...]:
     """Return the names of tiles that may win and are known to compile for this layout."""
     names = []
     if product.num_tiles <= 4 * FEW_TILES:
-        names.append("small")
-        if product.contiguous:
-            names.append("flat")
+        names += ["small", "flat"]
     if product.num_tiles > FEW_TILES // 4:
         names.append("ping_pong")
+    if product.fills_oblong:
+        names.append("oblong")
     if product.contiguous and not product.with_c and product.num_tiles > 4 * FEW_TILES:
         names.append("large")
     return tuple(names)
+
+
+SMALL_PLAIN: Final = Tile(64, 64, square=False)
+FLAT_PLAIN: Final = Tile(64, 128, ping_pong=True, square=False)
+WIDE_PLAIN: Final = Tile(128, 192, cluster_m=2, ping_pong=True, square=False)
+
+
+def decide_plain_tile(num_matrices: int, rows: int, cols: int, inner_dim: int) -> Tile | None:
+    """Return the tile for ``A B + beta C``, or None where cuBLAS and a pass over the diagonal are faster.
+
+    Measured on an H200: up to a third faster for one small matrix, 2 to 4 % for many tiles.
+    """
+    num_tiles = num_matrices * -(-rows // 128) * -(-cols // 128)
+    if num_tiles <= 80:
+        return SMALL_PLAIN if num_tiles <= 20 else FLAT_PLAIN
+    if num_tiles < 4 * NUM_MULTIPROCESSORS or inner_dim < 1024:
+        return None
+    num_wide = num_matrices * -(-rows // 128) * -(-cols // 192)
+    waves, wide_waves = (-(-count // NUM_MULTIPROCESSORS) for count in (num_tiles, num_wide))
+    return WIDE_PLAIN if 1.44 * wide_waves < waves else PING_PONG  # 1.5 of the work, a little faster

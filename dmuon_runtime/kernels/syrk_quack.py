@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dmuon_runtime.kernels._base import SymmetricKernel
-from dmuon_runtime.kernels._tiles import Product, decide_tile
+from dmuon_runtime.kernels._tiles import Product, Tile, decide_plain_tile, decide_tile
 
 __all__ = ["ADAPTER_READY", "Quack", "product_of", "rectangular", "rectangular_ready"]
 
@@ -79,12 +79,35 @@ class Quack(SymmetricKernel):
             pingpong=tile.ping_pong, alpha=float(alpha), beta=float(beta),
         )  # fmt: skip
 
+    def adds_at_once(self, left: Tensor, right: Tensor) -> bool:
+        """True where quack's plain GEMM may run and has a fast tile."""
+        return _plain_tile(left, right) is not None and rectangular_ready(left, right)
+
+    def rectangular_plus(self, left: Tensor, right: Tensor, c: Tensor, beta: float) -> Tensor:
+        """As in the base class; cuBLAS would first copy ``c``."""
+        tile, out = _plain_tile(left, right), left.new_empty(left.shape[0], left.shape[1], right.shape[2])
+        assert tile is not None, "adds_at_once was not asked"
+        _plain_product()(
+            left, right.mT, out, c, None, tile.tile_m, tile.tile_n, tile.cluster_m, tile.cluster_n,
+            pingpong=tile.ping_pong, beta=float(beta),
+        )  # fmt: skip
+        return out
+
+
+def _plain_tile(left: Tensor, right: Tensor) -> Tile | None:
+    return decide_plain_tile(left.shape[0], left.shape[1], right.shape[2], left.shape[2])
+
 
 def product_of(a: Tensor, b: Tensor, c: Tensor | None) -> Product:
     """Describe the product of [B, N, K] and [B, K, N] for the choice of a tile."""
     contiguous = a.stride(-1) == 1 == b.stride(-2)
     num_matrices, short_dim, inner_dim = a.shape
     return Product(num_matrices, short_dim, inner_dim, contiguous, c is not None, str(a.dtype).removeprefix("torch."))
+
+
+@lru_cache(maxsize=1)
+def _plain_product() -> Callable[..., Any]:
+    return cast("Callable[..., Any]", importlib.import_module("quack.gemm").gemm)
 
 
 @lru_cache(maxsize=1)

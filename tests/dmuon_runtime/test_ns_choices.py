@@ -20,7 +20,18 @@ from dmuon_runtime._ns_measure import Measuring
 from dmuon_runtime.kernels import KERNELS
 from dmuon_runtime.kernels._cublas import plain_product
 from dmuon_runtime.kernels._settings import cache_directory
-from dmuon_runtime.kernels._tiles import FLAT, LARGE, PING_PONG, SMALL, TILES, Product, candidate_tiles, decide_tile
+from dmuon_runtime.kernels._tiles import (
+    FLAT,
+    LARGE,
+    OBLONG,
+    PING_PONG,
+    SMALL,
+    TILES,
+    Product,
+    candidate_tiles,
+    decide_plain_tile,
+    decide_tile,
+)
 from dmuon_runtime.kernels.syrk_quack import Quack, product_of
 from dmuon_runtime.ledger import NsCount, snapshot
 from dmuon_runtime.newton_schulz import NewtonSchulz
@@ -138,13 +149,24 @@ def test_tiles_are_taken_from_choices_only_where_they_compile() -> None:
     assert decide_tile(few, {}) == FLAT
     assert decide_tile(few, {few.key: "small"}) == SMALL
     long = Product(1, 4096, 14336, True, False, "float16")
-    assert decide_tile(long, {}) == LARGE
-    assert decide_tile(long, {long.key: "ping_pong"}) == PING_PONG
+    assert decide_tile(long, {}) == PING_PONG
+    assert decide_tile(long, {long.key: "large"}) == LARGE
     columns = Product(1, 4096, 14336, False, False, "float16")
     assert decide_tile(columns, {columns.key: "large"}) == PING_PONG, "the compiler would end the process"
     assert decide_tile(columns, {columns.key: "no tile"}) == PING_PONG
-    keys = {few.key, long.key, columns.key, product.key}
-    assert len(keys) == 4
+    one = Product(1, 2048, 2048, True, True, "float16")
+    assert decide_tile(one, {}) == OBLONG, "136 tiles of 128 x 128 take two waves on 132 multiprocessors"
+    keys = {few.key, long.key, columns.key, product.key, one.key}
+    assert len(keys) == 5
+
+
+def test_a_plain_product_goes_to_cublas_where_no_tile_is_faster() -> None:
+    tiles = [
+        decide_plain_tile(number, size, size, size) for number, size in ((1, 512), (1, 1024), (1, 2048), (64, 512))
+    ]
+    assert [tile and (tile.tile_m, tile.tile_n) for tile in tiles] == [(64, 64), (64, 128), None, None]
+    many = [decide_plain_tile(number, size, size, size) for number, size in ((8, 2048), (32, 1024), (1, 4096))]
+    assert [tile and (tile.tile_m, tile.tile_n) for tile in many] == [(128, 192), (128, 128), (128, 128)]
 
 
 @pytest.mark.parametrize("contiguous", [False, True])
@@ -272,11 +294,11 @@ def test_tiles_are_measured_for_every_product_and_a_wrong_one_never_wins(
 
     monkeypatch.setattr(_ns_measure, "milliseconds", times)
     found = measure_tiles(tmp_path)
-    assert names == [("flat", "ping_pong"), ("flat", "ping_pong"), ("ping_pong",)], "shared products, then each stack"
+    assert names == [("flat", "ping_pong")] * 3, "shared products, then each stack"
     assert found == {
         "tile/2/1024/1024/rows+c/float32": "flat",
         "tile/1/1024/1024/rows/float32": "flat",
-        "tile/1/1024/2048/columns/float32": "ping_pong",
+        "tile/1/1024/2048/columns/float32": "flat",
     }
     assert any("is wrong on" in record.getMessage() for record in caplog.records)
     assert measure_tiles(tmp_path) == found and len(names) == 3, "known from the file"
