@@ -113,12 +113,12 @@ class Swap:
             return self._end(SwapEvent.COMMITTED, "") if -proved >= self._number else None
         if refused // _RANKS == self._number:
             return self._end(SwapEvent.ABANDONED, f"rank {refused % _RANKS - 1} refused")
-        if late == self._number:
-            assert self.order is not None, "a swap is under way"
-            return self._end(SwapEvent.ABANDONED, f"not all ranks were ready within {self.order.deadline_s:g} s")
         if -ready >= self._number:
             self.phase = SwapPhase.TRIED
             return SwapEvent.CHANGE
+        if late == self._number:
+            assert self.order is not None, "a swap is under way"
+            return self._end(SwapEvent.ABANDONED, f"not all ranks were ready within {self.order.deadline_s:g} s")
         return None
 
     def prove(self, difference: str | None) -> None:
