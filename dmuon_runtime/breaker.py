@@ -96,13 +96,13 @@ class Thresholds:
     """A compared call is slow when it takes more than this many times the fallback's time on the same matrices."""
     slow_rate: float = 0.5
     """Share of slow calls in the window that trips."""
-    window: int = 20
+    window: int = 10
     """Compared calls that the rate is taken over."""
-    minimum_calls: int = 10
+    minimum_calls: int = 5
     """Compared calls before the rate counts."""
-    check_every_calls: int = 50
+    check_every_calls: int = 200
     """Calls from one comparison to the next while closed; the first call is compared."""
-    check_matrices: int = 2
+    check_matrices: int = 1
     """Matrices of a comparison."""
     open_s: float = 60.0
     max_open_s: float = 3600.0

@@ -19,6 +19,7 @@ from dmuon_runtime.breaker import (
     size_class,
 )
 from worker.contract import kernels as contract
+from worker.contract.spec import BreakerSpec
 
 KEY = BreakerKey("blocked", 64, "float32")
 GOOD = Observation(relative_error=0.0, orthogonality_excess=0.0, slow=False, compared=True)
@@ -37,8 +38,9 @@ def grant(breaker: Breaker, now: float) -> str:
     return str(breaker.state)
 
 
-def test_the_contract_has_the_same_states() -> None:
+def test_the_contract_has_the_same_states_and_defaults() -> None:
     assert {str(state) for state in BreakerState} == {str(state) for state in contract.BreakerState}
+    assert Thresholds(**BreakerSpec().model_dump()) == Thresholds()
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,7 @@ def test_what_an_operator_pins_stays(move: Move, state: str) -> None:
         breaker.observe(BAD)
         assert grant(breaker, now) == state
     assert breaker.failures == {Cause.EXCEPTION: 2}
-    assert breaker.compares_next == (state == "metrics_only" and breaker.calls % 50 == 0)
+    assert breaker.compares_next == (state == "metrics_only" and breaker.calls % 200 == 0)
     breaker.move(Move.RESET, 2e6, "over")
     assert grant(breaker, 2e6) == "closed", "what was seen under the operator's word does not trip afterwards"
 

@@ -182,12 +182,12 @@ class BreakerSpec(Section):
     """A compared call is slow when it takes more than this many times the fallback's time."""
     slow_rate: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of slow calls among the last ``window`` compared ones that trips."""
-    window: Annotated[int, Field(ge=1, le=10_000)] = 20
-    minimum_calls: Annotated[int, Field(ge=1, le=10_000)] = 10
+    window: Annotated[int, Field(ge=1, le=10_000)] = 10
+    minimum_calls: Annotated[int, Field(ge=1, le=10_000)] = 5
     """Compared calls before the share counts; not above ``window``."""
-    check_every_calls: Annotated[int, Field(ge=1, le=1_000_000)] = 50
+    check_every_calls: Annotated[int, Field(ge=1, le=1_000_000)] = 200
     """Calls from one comparison with the fallback to the next."""
-    check_matrices: Annotated[int, Field(ge=1, le=1024)] = 2
+    check_matrices: Annotated[int, Field(ge=1, le=1024)] = 1
     """Matrices of a comparison."""
     open_s: Annotated[float, Field(ge=0, le=86_400)] = 60.0
     """From tripping to the first trial; doubled at each trial that fails, up to ``max_open_s``."""
