@@ -56,7 +56,8 @@ def compare(matrices: Sequence[Tensor], found: Sequence[Tensor], expected: Seque
     """
     worst = []
     for x, f, e in zip(matrices, found, expected, strict=True):
-        x, f, e = (_wide(t) for t in (x, f, e))
+        dtype = torch.float64 if torch.float64 in (x.dtype, f.dtype, e.dtype) else torch.float32
+        x, f, e = (_wide(t, dtype) for t in (x, f, e))
         x = x / x.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
         scale = (e @ x.mT).norm(dim=(-2, -1)).clamp_min(1e-30)
         relative = ((f - e) @ x.mT).norm(dim=(-2, -1)) / scale
@@ -65,10 +66,9 @@ def compare(matrices: Sequence[Tensor], found: Sequence[Tensor], expected: Seque
     return torch.stack(worst).amax(dim=0).float()
 
 
-def _wide(t: Tensor) -> Tensor:
-    """Return the reading of [..., m, n] with more columns than rows, in float32 or float64."""
-    t = t if t.dtype == torch.float64 else t.float()
-    return t.mT if t.shape[-2] > t.shape[-1] else t
+def _wide(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the reading of [..., m, n] with no more rows than columns, in ``dtype``."""
+    return (t.mT if t.shape[-2] > t.shape[-1] else t).to(dtype)
 
 
 def _spread(o: Tensor) -> Tensor:

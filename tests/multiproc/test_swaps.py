@@ -25,14 +25,14 @@ pytestmark = pytest.mark.multiproc
 
 Body = RankReport | Milestone
 NUM_SWAPS = 200
-NUM_COMPARED = 300
+NUM_COMPARED = 100
 TARGETS: tuple[dict[str, str], ...] = (
     {"kernel": "quack"}, {"algorithm": "direct"}, {"kernel": "cute_sm80"}, {"kernel": "cublas"},
     {"kernel": "blocked", "algorithm": "gram"},
 )  # fmt: skip
 
 
-def spec_of(steps: int, **kernels: Any) -> JobSpec:
+def spec_of(steps: int, *, mesh: dict[str, int] | None = None, **kernels: Any) -> JobSpec:
     """One small layer in training on two ranks."""
     config = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
     config |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2)
@@ -43,6 +43,7 @@ def spec_of(steps: int, **kernels: Any) -> JobSpec:
         training={"steps": steps, "global_batch": 2, "clip_grad_norm": 1.0},
         optimizer={"muon": {"lr": 2e-4}, "adamw": {"lr": 2e-5}},
         kernels={"kernel": "blocked"} | kernels,
+        mesh=mesh or {"shard": 2},
     )
 
 
@@ -66,24 +67,27 @@ def _many_swaps(rank: int, addresses: list[str]) -> tuple[Told, list[float]]:
     orders = itertools.cycle(TARGETS)
 
     def drive(run: Run, body: Body) -> None:
-        if rank or not isinstance(body, Milestone) or body.name not in ("plan_confirmed", "swap_committed"):
+        if rank or not isinstance(body, Milestone):
             return
-        facts = run.told.facts
-        done = facts["done"] = facts.get("done", -1) + 1
+        facts, asked = run.told.facts, run.policy.epoch
+        assert body.name != "swap_rolled_back", body.message
+        if body.name in ("plan_confirmed", "swap_prepared") and asked < NUM_SWAPS:
+            run.swap(**next(orders))  # the next one is taken up as soon as this one is proved
+        if body.name != "swap_committed":
+            return
+        done = facts["done"] = facts.get("done", 0) + 1
         if done in (NUM_SWAPS // 4, NUM_SWAPS):
             gc.collect()
             num_tensors = sum(type(item) is torch.Tensor for item in gc.get_objects())
             facts[done] = (num_tensors, threading.active_count(), run.told.steps[-1].memory_bytes)
         if done == NUM_SWAPS:
             run.mailbox.stop()
-        else:
-            run.swap(**next(orders))
 
     with ExitStack() as stack:
         for name in ("quack", "cute_sm80"):  # what needs a GPU is played by others under its name
             stack.enter_context(registered_kernel(Faulty("none", name=name)))
-        swapped = train_once(spec_of(20_000), addresses[0], rank, drive)
-    alone = train_once(spec_of(NUM_COMPARED), addresses[1], rank, silent)
+        swapped = train_once(spec_of(20_000, mesh={"replicate": 2}), addresses[0], rank, drive)
+    alone = train_once(spec_of(NUM_COMPARED, mesh={"replicate": 2}), addresses[1], rank, silent)
     return swapped, [step.loss for step in alone.steps]
 
 
@@ -102,13 +106,13 @@ def test_two_hundred_swaps_under_load() -> None:
     assert late[2] - early[2] < 12 << 20, f"resident bytes grew from {early[2]} to {late[2]}"
 
 
-def until(names: tuple[str, ...], then: Callable[[Run], None]) -> Callable[[Run, Body], None]:
+def until(names: tuple[str, ...], then: Callable[[Run], None], deadline_s: float = 60.0) -> Callable[[Run, Body], None]:
     """On rank 0: order a swap to ``quack`` when training is about to begin, and do ``then`` at one of ``names``."""
 
     def drive(run: Run, body: Body) -> None:
         if run.rank == 0 and isinstance(body, Milestone):
             if body.name == "plan_confirmed":
-                run.swap(deadline_s=0.5, kernel="quack")
+                run.swap(deadline_s=deadline_s, kernel="quack")
             elif body.name in names:
                 then(run)
 
@@ -136,7 +140,7 @@ def _refusals(rank: int, addresses: list[str]) -> dict[str, Told]:
             run.swap(deadline_s=30.0, kernel="quack", **({"coefficients": "you"} if facts["outcomes"] == 2 else {}))
 
     def release(run: Run, body: Body) -> None:
-        until(done, again)(run, body)
+        until(done, again, deadline_s=0.5)(run, body)
         if isinstance(body, Milestone) and body.name == "swap_refused":
             released.set()
             time.sleep(0.1)
