@@ -16,7 +16,7 @@ help:            ## what there is
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, found {sys.version}"'
 	$(PYTHON) -m venv $(VENV)
-	PYTHONWARNINGS=ignore $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[worker,dashboards,dev]'
+	PYTHONWARNINGS=ignore $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[worker,plot,dashboards,dev]'
 	@touch $@
 
 setup: $(STAMP)  ## virtual environment with pinned dependencies

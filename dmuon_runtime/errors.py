@@ -14,6 +14,7 @@ __all__ = [
     "CallMismatch",
     "DMuonError",
     "DtypeConflict",
+    "GradientMismatch",
     "MeshError",
     "NonFiniteGradient",
     "NotDedicated",
@@ -24,6 +25,7 @@ __all__ = [
     "PlanMismatch",
     "PolicyError",
     "RouteRefused",
+    "SelectionError",
     "SettingError",
     "StateMismatch",
     "UnmanagedParameters",
@@ -157,3 +159,15 @@ class NonFiniteGradient(DMuonError):
     """``non_finite="raise"`` met an infinite or NaN gradient; no weight was changed on any rank."""
 
     code = "non_finite"
+
+
+class SelectionError(DMuonError):
+    """An explicit selection of parameters that is empty, repeats itself or names what Muon cannot train."""
+
+    code = "selection_invalid"
+
+
+class GradientMismatch(DMuonError):
+    """Gradients that do not fit their parameters, or belong to none; nothing was updated."""
+
+    code = "gradient_mismatch"

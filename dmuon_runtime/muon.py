@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, cast, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
 
 from dmuon_runtime.adamw import AdamWSettings, AdamWTensors, adamw_update, apply_change, gated_factor
-from dmuon_runtime.errors import NonFiniteGradient, SettingError
+from dmuon_runtime.errors import NonFiniteGradient, SettingError, UnsupportedFeature
 from dmuon_runtime.groups import GroupDefaults, build_groups, learning_rate
 from dmuon_runtime.guard import guarded_orthogonalize
 from dmuon_runtime.guests import Guest, find_guests, local_part
@@ -99,6 +99,13 @@ class Muon(torch.optim.Optimizer):
         for guest in self.guests:
             guest.parameter.grad = None
         self.clip_norm = None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuse: torch would hand state out by position, and in the parameter's dtype."""
+        raise UnsupportedFeature(
+            "Muon.load_state_dict goes by position, and state belongs to a name; use "
+            "dmuon.get_optimizer_state_dict and dmuon.set_optimizer_state_dict"
+        )
 
     @overload
     def step(self, closure: None = None) -> None: ...

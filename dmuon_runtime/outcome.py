@@ -21,10 +21,11 @@ class UpdateTotals:
         self.elements = 0
         self._norms: list[Tensor] = []
 
-    def add(self, changes: Sequence[Tensor]) -> None:
-        """Take in the changes of some weights."""
+    def add(self, changes: Sequence[Tensor], scale: float = 1.0) -> None:
+        """Take in the changes of some weights, which are ``scale`` times ``changes``."""
         if changes:
-            self._norms.extend(torch._foreach_norm(list(changes)))
+            norms = torch._foreach_norm(list(changes))
+            self._norms.extend(norms if scale == 1.0 else [norm * scale for norm in norms])
             self.elements += sum(change.numel() for change in changes)
 
     def square_sum(self) -> float:

@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from worker.contract.errors import ContractError, FieldError
 
 __all__ = [
-    "PROBLEM_TYPE", "BadRequest", "BreakerAbsent", "ChildFailed", "Conflict", "FollowTimeout", "Forbidden",
-    "IdempotencyMismatch", "IdempotencyRunning", "InvalidInput", "InvalidPageToken", "JobFinished",
+    "PROBLEM_TYPE", "BadRequest", "BreakerAbsent", "ChildFailed", "ComparisonInvalid", "Conflict", "FollowTimeout",
+    "Forbidden", "IdempotencyMismatch", "IdempotencyRunning", "InvalidInput", "InvalidPageToken", "JobFinished",
     "LauncherUnavailable", "LeaseLost", "MethodNotAllowed", "NotFound", "PlanMismatch", "PlanRefusedProblem",
     "PlannerFailed", "PreconditionFailed", "Problem", "RayProcessError", "RequestRefused", "ServiceError",
     "ServiceUnreachable", "SettingsInvalid", "SpecInvalidProblem", "StaleWrite", "StartFailed", "StoreUnusable",
@@ -98,6 +98,12 @@ class InvalidInput(ServiceError, ValueError):
     """A request or a document is wrong; ``errors`` says where."""
 
     code, status, title = "invalid_input", 422, "The request is wrong"
+
+
+class ComparisonInvalid(InvalidInput):
+    """What is to be compared is wrong, or cannot be compared."""
+
+    code, title = "comparison_invalid", "The comparison cannot be run"
 
 
 class SpecInvalidProblem(InvalidInput):

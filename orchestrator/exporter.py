@@ -111,7 +111,8 @@ def _add_breakers(
 def _add_plan(families: Families, job: str, plan: PlanReport | None) -> None:
     if plan is None:
         return
-    families.add("dmuon_ns_planned_matrices", (job,), plan.ns_matrices)
+    if plan.ns_matrices is not None:
+        families.add("dmuon_ns_planned_matrices", (job,), plan.ns_matrices)
     planned: dict[tuple[str, str], int] = {}
     for part in plan.traffic:
         key = (part.route, part.phase)
@@ -140,14 +141,16 @@ def _add_totals(families: Families, job: str, totals: Totals) -> None:
         families.add("dmuon_ns_matrices_total", (job, kernel, algorithm), ns.matrices)
         families.add("dmuon_ns_seconds_total", (job, kernel, algorithm), ns.seconds)
     for rank in sorted({report.rank for report in reports}):
-        seconds = sum(report.owner_compute_seconds for report in reports if report.rank == rank)
-        families.add("dmuon_owner_compute_seconds_total", (job, str(rank)), seconds)
+        seconds = [report.owner_compute_seconds for report in reports if report.rank == rank]
+        measured = [each for each in seconds if each is not None]
+        if measured:
+            families.add("dmuon_owner_compute_seconds_total", (job, str(rank)), sum(measured))
     for kernel in sorted({kernel for report in reports for kernel in report.compared_launches}):
         number = sum(report.compared_launches.get(kernel, 0) for report in reports)
         families.add("dmuon_ns_compared_launches_total", (job, kernel), number)
     families.add("dmuon_ns_fallback_calls_total", (job,), sum(report.fallback_calls for report in reports))
     families.add("dmuon_tokens_total", (job,), sum(report.tokens_total for report in reports))
-    families.add("dmuon_steps_total", (job,), _sum_of_largest(totals, "step"))
+    families.add("dmuon_steps_total", (job,), _sum_of_largest(totals, "steps_done"))
     families.add("dmuon_skipped_steps_total", (job,), _sum_of_largest(totals, "skipped_total"))
     _add_step_histogram(families, job, [ranks[0] for ranks in totals.values() if 0 in ranks])
 
@@ -182,7 +185,8 @@ def _add_last(families: Families, job: str, totals: Totals) -> None:
     if worst is not None:
         families.add("dmuon_ns_orthogonality_error", (job,), worst)
     for rank, report in sorted(last.items()):
-        families.add("dmuon_kernel_epoch", (job, str(rank)), report.kernel_epoch)
+        if report.kernel_epoch is not None:
+            families.add("dmuon_kernel_epoch", (job, str(rank)), report.kernel_epoch)
         families.add("dmuon_worker_memory_bytes", (job, str(rank)), report.memory_bytes)
         families.add("dmuon_heartbeat_timestamp_seconds", (job, str(rank)), report.at)
 

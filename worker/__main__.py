@@ -1,4 +1,4 @@
-"""``python -m worker``: run or plan a spec without a server.
+"""``python -m worker``: run or plan a spec without a server, or export the model of a checkpoint.
 
 Exit codes: 0 done, 1 failed, 2 the spec or its plan was refused, 130 stopped from the keyboard.
 """
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from worker.checkpoints import CheckpointError
 from worker.contract.errors import ContractError
 from worker.contract.load import load_spec
 from worker.contract.messages import Milestone, RankError
@@ -25,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.command == "plan" and options.serve:
         return _serve()
+    if options.command == "export":
+        return _export(options.checkpoint, options.directory)
     try:
         spec = load_spec(Path(options.spec).read_bytes())
         return _plan(spec) if options.command == "plan" else _run(spec, options.save, options.json)
@@ -44,6 +47,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("spec", help="YAML or JSON file")
     run.add_argument("--save", type=Path, help="file for the final weights, as torch.save of names and full tensors")
     run.add_argument("--json", action="store_true", help="print every message of every worker, one JSON a line")
+    export = commands.add_parser("export", help="write the model of a checkpoint for transformers' from_pretrained")
+    export.add_argument("checkpoint", type=Path, help="directory of one checkpoint")
+    export.add_argument("directory", type=Path, help="directory to make")
     plan = commands.add_parser("plan", help="print the plan as JSON, or why there is none")
     group = plan.add_mutually_exclusive_group(required=True)
     group.add_argument("spec", nargs="?", help="YAML or JSON file")
@@ -55,6 +61,18 @@ def _plan(spec: JobSpec) -> int:
     from worker.planner import make_plan
 
     print(make_plan(spec).model_dump_json(indent=2))
+    return 0
+
+
+def _export(checkpoint: Path, directory: Path) -> int:
+    from worker.checkpoints.weights import export_model
+
+    try:
+        export_model(checkpoint, directory)
+    except (CheckpointError, ContractError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{directory} can be given to from_pretrained")
     return 0
 
 
@@ -99,10 +117,11 @@ class _Progress:
         elif isinstance(body, RankError):
             print(f"{body.error}\n{body.error.traceback}", file=sys.stderr, flush=True)
         elif body.rank == 0 and (body.step % self._every == 0 or body.step in (1, self._steps)):
+            kernel = "" if body.kernel is None else f"  kernel {body.kernel}"
             norm = "" if body.grad_norm is None else f"  norm {body.grad_norm:.3f}"
             print(
-                f"step {body.step}/{self._steps}  loss {body.loss:.4f}{norm}  {body.step_seconds:.3f} s  "
-                f"kernel {body.kernel}{'  skipped' if body.skipped else ''}",
+                f"step {body.step}/{self._steps}  loss {body.loss:.4f}{norm}  {body.step_seconds:.3f} s"
+                f"{kernel}{'  skipped' if body.skipped else ''}",
                 flush=True,
             )
 

@@ -9,20 +9,21 @@ from torch import nn
 
 import dmuon_runtime as dmuon
 from dmuon_runtime.kernels import default_device
+from worker.baseline_plan import BaselinePlan, baseline_plan
 from worker.batches import num_micro_batches
 from worker.contract.errors import ContractError, ErrorValue, FieldError, PlanRefused
 from worker.contract.kernels import Kernel
 from worker.contract.load import load_spec
 from worker.contract.plan import ParameterPlan, PlanReport, RankPlan, RoutePlan, TrafficPlan
 from worker.contract.planning import PlanAnswer, PlanRequest
-from worker.contract.spec import JobSpec
+from worker.contract.spec import DmuonOptimizer, JobSpec
 from worker.corpus import Corpus, load_corpus
 from worker.kernels import kernel_availability, make_newton_schulz
 from worker.model import build_model
 from worker.routing import hook_boundaries, is_managed, param_policy
 from worker.settings import WorkerSettings, read_settings
 
-__all__ = ["answer", "make_plan", "runtime_arguments", "runtime_plan", "traffic_factor"]
+__all__ = ["answer", "job_plan", "make_plan", "runtime_arguments", "runtime_plan", "traffic_factor"]
 
 T = TypeVar("T")
 _RUNTIME_POINTERS = {
@@ -62,11 +63,21 @@ def make_plan(spec: JobSpec, settings: WorkerSettings | None = None) -> PlanRepo
     _collect(errors, lambda: _check_kernels(spec))
     vocab_size = corpus.vocab_size if corpus is not None else 1
     model = _collect(errors, lambda: build_model(spec, vocab_size, meta=True))
-    plan = None if model is None else _collect(errors, lambda: runtime_plan(spec, model))
+    plan = None if model is None else _collect(errors, lambda: job_plan(spec, model))
     if errors or corpus is None or model is None or plan is None:
         raise PlanRefused(errors)
     frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+    if isinstance(plan, BaselinePlan):
+        return _baseline_report(spec, plan, corpus, frozen)
     return _report(spec, plan, corpus, frozen)
+
+
+def job_plan(spec: JobSpec, model: nn.Module) -> dmuon.RuntimePlan | BaselinePlan:
+    """Return the plan of the spec's optimizer; refusals come as :class:`PlanRefused`."""
+    if isinstance(spec.optimizer, DmuonOptimizer):
+        return runtime_plan(spec, model)
+    hook_boundaries(spec, model)
+    return baseline_plan(spec, model)
 
 
 def runtime_arguments(spec: JobSpec, model: nn.Module) -> dict[str, Any]:
@@ -126,6 +137,8 @@ def _mesh_errors(spec: JobSpec) -> list[FieldError]:
 
 def _check_kernels(spec: JobSpec) -> None:
     """Check coefficients, restarts and the kernel; a GPU's kernel is not judged from a machine without one."""
+    if not isinstance(spec.optimizer, DmuonOptimizer):
+        return
     on_workers = spec.resources.gpus_per_worker > 0 and default_device().type == "cpu"
     kernel = Kernel.AUTO if on_workers else spec.kernels.kernel
     try:
@@ -168,6 +181,26 @@ def _report(spec: JobSpec, plan: dmuon.RuntimePlan, corpus: Corpus, frozen_eleme
         tokens_per_step=spec.training.global_batch * spec.data.sequence_length,
         warnings=tuple(plan.warnings),
     )  # fmt: skip
+
+
+def _baseline_report(spec: JobSpec, plan: BaselinePlan, corpus: Corpus, frozen_elements: int) -> PlanReport:
+    return PlanReport(
+        optimizer=spec.optimizer.kind,
+        plan_hash=plan.hash,
+        world_size=spec.world_size,
+        parameters=plan.parameters,
+        routes=_routes(plan.parameters),
+        traffic=(),
+        ranks=(),
+        predicted_imbalance=None,
+        ns_matrices=None,
+        ns_flops=None,
+        trainable_elements=sum(entry.elements for entry in plan.parameters),
+        frozen_elements=frozen_elements,
+        data=corpus.plan(),
+        tokens_per_step=spec.training.global_batch * spec.data.sequence_length,
+        warnings=plan.warnings,
+    )
 
 
 def _routes(parameters: tuple[ParameterPlan, ...]) -> tuple[RoutePlan, ...]:

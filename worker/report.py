@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import psutil
 import torch
-from torch import nn
 
 import dmuon_runtime as dmuon
 from dmuon_runtime import ledger
@@ -24,6 +23,7 @@ from worker.contract.messages import (
 )
 from worker.contract.spec import JobSpec, Route
 from worker.kernels import launched_kernel
+from worker.optimizers import Driver
 from worker.planner import traffic_factor
 
 __all__ = ["Reporter", "Sink", "StepFacts", "differences"]
@@ -34,15 +34,15 @@ Sink = Callable[[RankReport | Milestone], None]
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What the loop knows of a step when it is done; ``kernel`` is what Newton-Schulz would launch."""
+    """What the loop knows of a step when it is done; ``kernel`` is what the runtime's Newton-Schulz would launch."""
 
     step: int
     loss: float
     grad_norm: float | None
     seconds: float
     tokens: int
-    kernel: str
-    kernel_epoch: int
+    kernel: str | None
+    kernel_epoch: int | None
     orthogonality_error: float | None
     ns_before: Mapping[tuple[str, str], ledger.NsCount]
     fallback_calls: int = 0
@@ -54,8 +54,9 @@ class Reporter:
 
     rank: int
     device: torch.device
-    model: nn.Module
-    optimizer: dmuon.Muon
+    driver: Driver
+    first_step: int = 0
+    """Steps that were done before this reporter was made."""
     _skipped: int = 0
     _tokens: int = 0
     _seconds: float = 0.0
@@ -66,17 +67,18 @@ class Reporter:
 
     def report(self, facts: StepFacts) -> RankReport:
         """Return the report of a step that has just ended."""
-        last = self.optimizer.last_step
+        last = self.driver.optimizer.last_step
         assert last is not None, "a step was done"
         self._skipped += last.skipped
         self._tokens += facts.tokens
         self._seconds += facts.seconds
         self._buckets[bisect.bisect_left(STEP_SECONDS_BUCKETS, facts.seconds)] += 1
-        counters = dmuon.get_counters(self.model).snapshot()
+        counters = self.driver.counters()
         counts = ledger.snapshot()
         return RankReport(
             rank=self.rank,
             step=facts.step,
+            first_step=self.first_step,
             at=time.time(),
             loss=facts.loss,
             grad_norm=facts.grad_norm,
@@ -86,20 +88,20 @@ class Reporter:
             step_seconds=facts.seconds,
             step_seconds_sum=self._seconds,
             step_seconds_buckets=tuple(self._buckets),
-            comm=comm_totals(counters.comm),
+            comm=() if counters is None else comm_totals(counters.comm),
             ns=self._ns_totals(counts),
-            owner_compute_seconds=counters.owner_compute_seconds,
+            owner_compute_seconds=None if counters is None else counters.owner_compute_seconds,
             ns_orthogonality_error=facts.orthogonality_error,
             routes=tuple(
                 RouteStats.model_validate({"route": route, "update_square_sum": total, "elements": elements})
                 for route, (total, elements) in last.updates.items()
             ),
-            kernel=Kernel(launched_kernel(facts.ns_before, counts) or facts.kernel),
+            kernel=None if facts.kernel is None else Kernel(launched_kernel(facts.ns_before, counts) or facts.kernel),
             kernel_epoch=facts.kernel_epoch,
             fallback_calls=facts.fallback_calls,
             compared_launches=self._compared(),
             memory_bytes=self._memory_bytes(),
-            lr={str(group["route"]): float(group["lr"]) for group in self.optimizer.param_groups},
+            lr=self.driver.rates(),
         )
 
     def _compared(self) -> dict[Kernel, int]:

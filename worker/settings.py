@@ -14,12 +14,18 @@ def _default_cache() -> Path:
     return Path(tempfile.gettempdir()) / f"dmuon-{os.getuid()}"
 
 
+def _default_data() -> Path:
+    return Path.home() / ".local" / "share" / "dmuon"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
     """What one worker process is told by its machine."""
 
     cache_directory: Path = field(default_factory=_default_cache)
     """Where tokenized text is kept between runs; ``DMUON_CACHE_DIR``."""
+    data_directory: Path = field(default_factory=_default_data)
+    """Where checkpoints go when neither spec nor control plane names a place; ``DMUON_DATA_DIR``."""
     join_timeout_s: float = 120.0
     """How long a rank waits for the others to join the process group."""
     collective_timeout_s: float = 600.0
@@ -37,6 +43,9 @@ class WorkerSettings:
 
 def read_settings() -> WorkerSettings:
     """Read the environment. Call it once, where a process starts."""
-    cache, prepare = os.environ.get("DMUON_CACHE_DIR"), os.environ.get("DMUON_PREPARE_KERNELS") == "1"
-    directory = Path(cache) if cache else _default_cache()
-    return WorkerSettings(cache_directory=directory, prepare_kernels=prepare)
+    cache, data = os.environ.get("DMUON_CACHE_DIR"), os.environ.get("DMUON_DATA_DIR")
+    return WorkerSettings(
+        cache_directory=Path(cache) if cache else _default_cache(),
+        data_directory=Path(data) if data else _default_data(),
+        prepare_kernels=os.environ.get("DMUON_PREPARE_KERNELS") == "1",
+    )

@@ -88,6 +88,7 @@ def _service(settings: Settings, launcher: Launcher, planner: Planner, clock: Cl
         lease_s=settings.lease_s,
         changed=hub.notify,
         timed=pass_seconds.observe,
+        checkpoints=settings.state_dir / "checkpoints",
     )
     return Service(
         settings=settings,

@@ -74,9 +74,11 @@ def _routes(
 ) -> r.RoutesResource:
     complete = len(totals) == plan.world_size
     step = min((report.step for report in totals.values()), default=0) if complete else 0
+    done = min((report.steps_done for report in totals.values()), default=0) if complete else 0
     skipped = max((report.skipped_total for report in totals.values()), default=0)
     ns = ns_figures(totals.values())
     return r.RoutesResource(
+        optimizer=plan.optimizer,
         plan_hash=plan.plan_hash,
         attempt=attempt,
         step=step,
@@ -84,8 +86,8 @@ def _routes(
         routes=_route_figures(plan, totals, skipped),
         ranks=_rank_figures(plan, totals),
         ns=ns,
-        ns_matrices=sum(entry.matrices for entry in ns),
-        planned_ns_matrices=plan.ns_matrices * max(0, step - skipped),
+        ns_matrices=None if plan.ns_matrices is None else sum(entry.matrices for entry in ns),
+        planned_ns_matrices=None if plan.ns_matrices is None else plan.ns_matrices * max(0, done - skipped),
         verification=verification,
     )
 
@@ -94,10 +96,11 @@ def _route_figures(plan: PlanReport, totals: dict[int, RankReport], skipped: int
     sums = comm_sums(totals.values())
     planned: dict[tuple[str, str], int] = {}
     for part in plan.traffic:
-        steps = sum(max(0, steps_with_traffic(part.phase, report.step, skipped)) for report in totals.values())
+        steps = sum(max(0, steps_with_traffic(part.phase, report.steps_done, skipped)) for report in totals.values())
         planned[part.route, part.phase] = planned.get((part.route, part.phase), 0)
         planned[part.route, part.phase] += part.total_payload_bytes * steps // plan.world_size
     found = []
+    counted = plan.optimizer == "dmuon"
     for route in plan.routes:
         own = {key: total for key, total in sums.items() if key[0] == route.route}
         foreseen = {key: number for key, number in planned.items() if key[0] == route.route}
@@ -107,9 +110,9 @@ def _route_figures(plan: PlanReport, totals: dict[int, RankReport], skipped: int
                 parameters=route.parameters,
                 elements=route.elements,
                 comm=comm_figures(own, foreseen),
-                comm_seconds=sum(total.seconds for total in own.values()),
-                exposed_seconds=sum(total.exposed_seconds for total in own.values()),
-                payload_bytes=sum(total.payload_bytes for total in own.values()),
+                comm_seconds=sum(total.seconds for total in own.values()) if counted else None,
+                exposed_seconds=sum(total.exposed_seconds for total in own.values()) if counted else None,
+                payload_bytes=sum(total.payload_bytes for total in own.values()) if counted else None,
                 overlap_ratio=overlap_of(own.values()),
             )
         )
@@ -118,7 +121,7 @@ def _route_figures(plan: PlanReport, totals: dict[int, RankReport], skipped: int
 
 def _rank_figures(plan: PlanReport, totals: dict[int, RankReport]) -> tuple[r.RankFigures, ...]:
     cost = sum(rank.cost for rank in plan.ranks)
-    seconds = sum(report.owner_compute_seconds for report in totals.values())
+    seconds = sum(report.owner_compute_seconds or 0.0 for report in totals.values())
     found = []
     for rank in plan.ranks:
         report = totals.get(rank.rank)

@@ -16,13 +16,16 @@ from orchestrator.errors import RequestRefused, ServiceError, SettingsInvalid
 from orchestrator.processes import ProcessRecord
 from orchestrator.settings import Settings
 
-__all__ = ["BAD_INPUT", "FAILED", "connected", "console", "failures", "print_json", "read_file", "server_record_path"]
+__all__ = [
+    "BAD_INPUT", "FAILED", "connected", "console", "errors", "failures", "print_json", "read_file",
+    "server_record_path",
+]  # fmt: skip
 
 FAILED, BAD_INPUT = 1, 2
 _WIDTH = 120
 """Columns of what goes to a file or a pipe, which have no width of their own."""
 console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
-_errors = Console(stderr=True, highlight=False)
+errors = Console(stderr=True, highlight=False)
 
 
 @contextmanager
@@ -31,13 +34,13 @@ def failures() -> Iterator[None]:
     try:
         yield
     except RequestRefused as error:
-        _errors.print(str(error), style="red", markup=False)
+        errors.print(str(error), style="red", markup=False)
         raise typer.Exit(BAD_INPUT if 400 <= error.problem.status < 500 else FAILED) from None
     except SettingsInvalid as error:
-        _errors.print(str(error), style="red", markup=False)
+        errors.print(str(error), style="red", markup=False)
         raise typer.Exit(BAD_INPUT) from None
     except ServiceError as error:
-        _errors.print(f"{error.title}: {error}", style="red", markup=False)
+        errors.print(f"{error.title}: {error}", style="red", markup=False)
         raise typer.Exit(FAILED) from None
 
 
@@ -64,7 +67,7 @@ def read_file(path: Path) -> str:
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        _errors.print(f"{path} cannot be read: {error}", style="red", markup=False)
+        errors.print(f"{path} cannot be read: {error}", style="red", markup=False)
         raise typer.Exit(BAD_INPUT) from None
 
 

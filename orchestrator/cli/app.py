@@ -205,6 +205,23 @@ def run(spec: SpecFile) -> None:
 
 
 @app.command()
+def compare(
+    specs: Annotated[list[Path], typer.Argument(help="Job specs, or files with a base spec and variants of it.")],
+    out: Annotated[Path, typer.Option(help="Directory for compare.csv, compare.json and compare.png.")] = Path(
+        "compare"
+    ),
+    allow_different_data: Annotated[bool, typer.Option(help="Compare although data, seed or batch differ.")] = False,
+    plot: Annotated[bool, typer.Option(help="Draw the picture.")] = True,
+) -> None:
+    """Run several specs on the same data here, one after the other, and compare their losses."""
+    from orchestrator.cli.compare import Request
+    from orchestrator.cli.compare import compare as run_comparison
+
+    request = Request(tuple(specs), out, allow_different_data, plot)
+    raise typer.Exit(run_comparison(request, c.console, c.errors))
+
+
+@app.command()
 def demo(
     spec: SpecFile,
     num_cpus: Annotated[int | None, typer.Option()] = None,

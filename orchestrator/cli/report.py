@@ -48,7 +48,9 @@ def render_report(report: Report) -> RenderableType:
         ranks = ", ".join(str(rank) for rank in sorted(group.ranks, key=lambda rank: -1 if rank is None else rank))
         parts.append(Text(f"ranks {ranks}: {group.type}: {group.message}", style="red"))
     if report.routes is not None:
-        parts += [_route_table(report.routes), _rank_table(report.routes), _kernel_table(report.routes)]
+        parts.append(_route_table(report.routes))
+        parts += [_rank_table(report.routes)] if report.routes.ranks else []
+        parts += [_kernel_table(report.routes)] if report.routes.planned_ns_matrices is not None else []
         parts.append(_verdict(report.routes))
     return Group(*parts)
 
@@ -56,10 +58,13 @@ def render_report(report: Report) -> RenderableType:
 def _route_table(routes: r.RoutesResource) -> Table:
     table = _table("Routes", "route", "params", "elements", "moved", "planned", "comm s", "exposed s", "overlap")
     for route in routes.routes:
-        planned = sum(part.planned_bytes or 0 for part in route.comm)
         cells = [route.route, str(route.parameters), _count(route.elements)]
+        if route.payload_bytes is None:
+            table.add_row(*cells, *"-----")
+            continue
+        planned = sum(part.planned_bytes or 0 for part in route.comm)
         cells += [_bytes(route.payload_bytes), _bytes(planned)]
-        cells += [f"{route.comm_seconds:.3f}", f"{route.exposed_seconds:.3f}", _percent(route.overlap_ratio)]
+        cells += [_seconds(route.comm_seconds), _seconds(route.exposed_seconds), _percent(route.overlap_ratio)]
         table.add_row(*cells)
     return table
 
@@ -67,9 +72,8 @@ def _route_table(routes: r.RoutesResource) -> Table:
 def _rank_table(routes: r.RoutesResource) -> Table:
     table = _table("Ownership", "rank", "matrices", "planned share", "measured share", "compute s")
     for rank in routes.ranks:
-        seconds = "-" if rank.compute_seconds is None else f"{rank.compute_seconds:.3f}"
         cells = (str(rank.rank), str(rank.planned_matrices), _percent(rank.planned_share))
-        table.add_row(*cells, _percent(rank.measured_share), seconds)
+        table.add_row(*cells, _percent(rank.measured_share), _seconds(rank.compute_seconds))
     return table
 
 
@@ -82,6 +86,8 @@ def _kernel_table(routes: r.RoutesResource) -> Table:
 
 
 def _verdict(routes: r.RoutesResource) -> Text:
+    if routes.planned_ns_matrices is None:
+        return Text(f"optimizer {routes.optimizer}: a baseline of torch's code, where nothing is counted and verified")
     counted = f"matrices planned {routes.planned_ns_matrices}, counted {routes.ns_matrices}"
     found = routes.verification
     if found is None:
@@ -118,6 +124,10 @@ def _bytes(number: float) -> str:
     return _scaled(number, ("B", "kB", "MB", "GB", "TB"))
 
 
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f}%"
 
@@ -128,13 +138,18 @@ def render_plan(
     """Return a plan's figures: routes as (name, parameters, elements), traffic as (route, phase, bytes a rank)."""
     head = (
         f"plan {plan.plan_hash}: {plan.world_size} workers, {plan.trainable_elements} trainable elements, "
-        f"{plan.ns_matrices} matrices a step ({plan.ns_flops:.3g} FLOPs), imbalance {plan.predicted_imbalance:.3f}, "
         f"{plan.tokens_per_step} tokens a step"
     )
+    if plan.ns_flops is not None and plan.predicted_imbalance is not None:
+        head += f", {plan.ns_matrices} matrices a step ({plan.ns_flops:.3g} FLOPs)"
+        head += f", imbalance {plan.predicted_imbalance:.3f}"
+    parts: list[RenderableType] = [Text(head)]
     one = _table("Routes", "route", "parameters", "elements")
     for name, parameters, elements in routes:
         one.add_row(name, str(parameters), str(elements))
+    parts.append(one)
     two = _table("Traffic of one rank in one step", "route", "phase", "bytes")
     for name, phase, number in traffic:
         two.add_row(name, phase, _bytes(number))
-    return Group(Text(head), one, two, *(Text(f"warning: {text}", style="yellow") for text in plan.warnings))
+    parts += [two] if traffic else []
+    return Group(*parts, *(Text(f"warning: {text}", style="yellow") for text in plan.warnings))

@@ -101,6 +101,7 @@ def _advance(context: Context, seen: _Seen) -> bool:
 
 
 def _launch(context: Context, seen: _Seen) -> None:
+    place = "" if context.checkpoints is None else str(context.checkpoints.absolute() / seen.job.id)
     start = AttemptStart(
         job_id=seen.job.id,
         attempt=seen.attempt.number,
@@ -108,6 +109,7 @@ def _launch(context: Context, seen: _Seen) -> None:
         spec_json=seen.job.spec,
         plan_hash=seen.job.plan_hash or "",
         kernels=seen.policy,
+        checkpoint_directory=place,
         placement_deadline_s=min(60.0, seen.spec.failure.start_deadline_s),
     )
     context.launcher.start_attempt(start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from orchestrator.clock import Clock
 from orchestrator.launcher_api import Launcher
@@ -26,6 +27,8 @@ class Context:
     holder: str
     changed: Callable[[], None]
     """Called after something was written that others may wait for."""
+    checkpoints: Path | None = None
+    """Where jobs keep checkpoints, each in a directory of its id, when their spec names no place; None: nowhere."""
 
     def guard(self, job: Job) -> Guard:
         """Return the guard of a write that was decided on ``job``."""

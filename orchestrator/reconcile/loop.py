@@ -8,6 +8,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from orchestrator.clock import Clock
 from orchestrator.errors import LeaseLost
@@ -45,6 +46,7 @@ class Reconciler:
         lease_s: float = 5.0,
         changed: Callable[[], None] = lambda: None,
         timed: Callable[[float], None] = lambda _seconds: None,
+        checkpoints: Path | None = None,
     ) -> None:
         self.context = Context(
             database=database,
@@ -53,6 +55,7 @@ class Reconciler:
             clock=clock,
             holder=secrets.token_hex(8),
             changed=changed,
+            checkpoints=checkpoints,
         )
         self._interval_s, self._lease_s, self._timed = interval_s, lease_s, timed
         self._stop = threading.Event()

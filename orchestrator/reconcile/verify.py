@@ -48,15 +48,19 @@ def decide_routes_verified(plan: PlanReport, reports: Sequence[RankReport]) -> R
         reports: reports of one attempt for one step.
 
     Returns:
-        None while a rank is missing: a part of the figures proves nothing.
+        None while a rank is missing, since a part of the figures proves nothing; and always for a baseline, whose code
+        is torch's and counts nothing.
     """
+    if plan.ns_matrices is None:
+        return None
     steps = {report.step for report in reports}
     if len(steps) != 1 or {report.rank for report in reports} != set(range(plan.world_size)):
         return None
     step, skipped = steps.pop(), max(report.skipped_total for report in reports)
+    done = min(report.steps_done for report in reports)
     matrices = sum(total.matrices for report in reports for total in report.ns)
-    planned_matrices = plan.ns_matrices * (step - skipped)
-    counted, planned = _counted_bytes(reports), _planned_bytes(plan, step, skipped)
+    planned_matrices = plan.ns_matrices * (done - skipped)
+    counted, planned = _counted_bytes(reports), _planned_bytes(plan, done, skipped)
     differences = [
         f"{route}/{phase}: {counted[route, phase]} bytes counted, {planned[route, phase]} planned"
         for route, phase in sorted(counted.keys() | planned.keys())
@@ -64,6 +68,8 @@ def decide_routes_verified(plan: PlanReport, reports: Sequence[RankReport]) -> R
     ]
     if matrices != planned_matrices:
         differences.insert(0, f"{matrices} matrices orthogonalised, {planned_matrices} planned")
+    if len({report.first_step for report in reports}) > 1:
+        differences.insert(0, "the ranks do not agree on the step at which the attempt began")
     if len({report.skipped_total for report in reports}) > 1:
         differences.insert(0, "the ranks do not agree on how many steps were skipped")
     return RoutesVerdict(
@@ -85,9 +91,9 @@ def _counted_bytes(reports: Sequence[RankReport]) -> Counter[tuple[str, str]]:
     return counted
 
 
-def _planned_bytes(plan: PlanReport, step: int, skipped: int) -> Counter[tuple[str, str]]:
+def _planned_bytes(plan: PlanReport, done: int, skipped: int) -> Counter[tuple[str, str]]:
     planned: Counter[tuple[str, str]] = Counter()
     for traffic in plan.traffic:
-        steps = steps_with_traffic(traffic.phase, step, skipped)
+        steps = steps_with_traffic(traffic.phase, done, skipped)
         planned[traffic.route, traffic.phase] += traffic.total_payload_bytes * steps
     return planned

@@ -54,13 +54,16 @@ def request_swap(
         raise JobFinished(f"job {job_id} is {state}: its kernels launch nothing any more")
     if state is not JobState.RUNNING or attempt is None:
         raise SwapImpossible(f"job {job_id} is {state}; a kernel is swapped while a job is RUNNING. Ask again then.")
+    spec = JobSpec.model_validate_json(job.spec)
+    if spec.optimizer.kind != "dmuon":
+        raise SwapImpossible(f"job {job_id} trains with torch's own {spec.optimizer.kind}, whose kernels are torch's.")
     active = session.scalar(select(KernelSwap).where(KernelSwap.job_id == job_id, KernelSwap.state.in_(_ACTIVE)))
     if active is not None:
         raise SwapImpossible(f"swap {active.id} of job {job_id} is {active.state}; one goes on at a time. Wait for it.")
     row = KernelSwap(
         id=secrets.token_hex(5), job_id=job_id, number=next_number(session), attempt=attempt.number,
         target=target.model_dump_json(), state=SwapState.REQUESTED, reason=reason, actor=actor, requested_at=now,
-        changed_at=now, deadline_s=JobSpec.model_validate_json(job.spec).kernels.swap_deadline_s, message="",
+        changed_at=now, deadline_s=spec.kernels.swap_deadline_s, message="",
     )  # fmt: skip
     session.add(row)
     data: dict[str, Value] = {"swap": row.id, "number": row.number, "actor": actor, "reason": reason}

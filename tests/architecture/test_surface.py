@@ -10,11 +10,12 @@ from tests.architecture.source import imports, modules
 
 RUNTIME_NAMES = frozenset(
     {
-        "Muon", "NewtonSchulz", "POLAR_EXPRESS_COEFFICIENTS", "YOU_COEFFICIENTS", "KELLER_JORDAN_COEFFICIENTS",
+        "Muon", "MuonAdamW", "NewtonSchulz", "POLAR_EXPRESS_COEFFICIENTS", "YOU_COEFFICIENTS",
+        "KELLER_JORDAN_COEFFICIENTS",
         "clip_grad_norm_", "dedicate_params", "direct_newton_schulz", "get_backend_status", "get_counters",
         "fail_together", "get_model_state_dict", "get_ns_backend", "ignore_in_ddp", "ignored_params", "get_plan",
         "gram_newton_schulz", "newton_schulz", "no_sync",
-        "plan_params", "set_model_state_dict", "summarize_comm_plan", "summarize_param_groups",
+        "build_optimizers", "plan_params", "set_model_state_dict", "summarize_comm_plan", "summarize_param_groups",
     }
 )  # fmt: skip
 """What users of the runtime type: a name may be added here, none may go without a deprecation."""

@@ -45,3 +45,24 @@ def test_frozen_after_training_keeps_its_momentum(one_rank: None) -> None:
     model.get_parameter("a").requires_grad_(True)
     train(model, optimizer, gradients)
     assert torch.allclose(optimizer.state[model.get_parameter("a")]["momentum_buffer"].double(), gradients["a"] * 1.95)
+
+
+def test_frozen_and_unused_weights_come_back_with_what_was_saved(one_rank: None) -> None:
+    """One weight is trained and then frozen, one is never used, one has no elements: all resume."""
+    shapes = {"trained": (4, 4), "unused": (4, 4), "nothing": (0, 4)}
+    model = Weights(shapes)
+    optimizer = dedicate(model)
+    train(model, optimizer, {"trained": torch.randn(4, 4, dtype=torch.float64)})
+    model.get_parameter("trained").requires_grad_(False)
+    saved = dmuon.get_optimizer_state_dict(model, optimizer)
+    assert set(saved["state"]) == {"trained", "unused"}
+    other = Weights(shapes)
+    resumed = dedicate(other)
+    dmuon.set_model_state_dict(other, dmuon.get_model_state_dict(model))
+    dmuon.set_optimizer_state_dict(other, resumed, saved)
+    other.get_parameter("trained").requires_grad_(False)
+    found = dmuon.get_optimizer_state_dict(other, resumed)["state"]
+    assert found["trained"]["momentum_buffer"].any() and not found["unused"]["momentum_buffer"].any()
+    assert all(
+        torch.equal(value, found[name][kind]) for name, slots in saved["state"].items() for kind, value in slots.items()
+    )

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dmuon_runtime as dmuon
+from dmuon_runtime.optimizer_state import OptimizerState
 from tests.cases.common import dedicate, plan
 from tests.multiproc.harness import run_ranks
 
@@ -40,6 +41,29 @@ def test_one_entry_with_both_names_in_either_order() -> None:
         assert {entry.name, *entry.aliases} == {"emb.weight", "head.weight"}
         with pytest.raises(dmuon.RouteRefused, match="tied to an output"):
             plan(Tied(head_first))
+
+
+def test_a_checkpoint_holds_it_once_and_gives_it_to_either_order(one_rank: None) -> None:
+    saved: list[tuple[dict[str, Tensor], OptimizerState]] = []
+    for head_first in (True, False):
+        model = Tied(head_first)
+        optimizer = dedicate(model, ROUTES)
+        model(torch.arange(VOCABULARY)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        (weight,) = [entry for entry in dmuon.state_layout(model, optimizer) if entry.kind == "weight"]
+        assert set(weight.names) == {"emb.weight", "head.weight"}
+        (part,) = [part for part in dmuon.state_parts(model, optimizer) if part.kind == "weight" and part.is_source]
+        assert part.stop - part.start == VOCABULARY * DIM
+        if saved:
+            dmuon.set_optimizer_state_dict(model, optimizer, saved[0][1])
+        saved.append((dmuon.get_model_state_dict(model), dmuon.get_optimizer_state_dict(model, optimizer)))
+    (first, second) = saved
+    assert all(torch.equal(value, second[0][name]) for name, value in first[0].items())
+    assert all(
+        torch.equal(value, second[1]["state"]["emb.weight"][kind])
+        for kind, value in first[1]["state"]["head.weight"].items()
+    )
 
 
 def _train() -> None:

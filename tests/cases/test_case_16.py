@@ -38,11 +38,10 @@ def test_the_ratio_survives_a_resume_in_the_warm_up(one_rank: None) -> None:
     for _ in range(2):
         train(model, optimizer, GRADIENTS)
         schedule.step()
-    kept, rates = schedule.state_dict(), [group["lr"] for group in optimizer.param_groups]
+    kept, state = schedule.state_dict(), dmuon.get_optimizer_state_dict(model, optimizer)
     model, optimizer, schedule = _start()
     schedule.load_state_dict(kept)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    dmuon.set_optimizer_state_dict(model, optimizer, state)
     for factor in FACTORS[2:]:
         found = [group["lr"] for group in optimizer.param_groups]
         assert found == [pytest.approx(2e-2 * factor), pytest.approx(1e-3 * factor)]

@@ -8,23 +8,25 @@ import pytest
 import torch
 
 import dmuon_runtime as dmuon
+from dmuon_runtime.baselines import WholeMatrixMuon
 
 OVERRIDDEN = [
-    name
-    for name, value in vars(dmuon.Muon).items()
+    (kind, name)
+    for kind in (dmuon.Muon, dmuon.MuonAdamW, WholeMatrixMuon)
+    for name, value in vars(kind).items()
     if inspect.isfunction(value) and not name.startswith("_") and hasattr(torch.optim.Optimizer, name)
 ]
 
 
 def test_there_is_something_to_compare() -> None:
-    assert {"step", "zero_grad"} <= set(OVERRIDDEN)
+    assert {(dmuon.Muon, "step"), (dmuon.Muon, "zero_grad"), (dmuon.MuonAdamW, "load_state_dict")} <= set(OVERRIDDEN)
 
 
-@pytest.mark.parametrize("name", OVERRIDDEN)
-def test_signatures_are_those_of_the_base(name: str) -> None:
+@pytest.mark.parametrize(("overriding", "name"), OVERRIDDEN)
+def test_signatures_are_those_of_the_base(overriding: type[torch.optim.Optimizer], name: str) -> None:
     """Names, kinds and defaults; found by looking, not by a list."""
     ours, theirs = (
         [(p.name, p.kind, p.default) for p in inspect.signature(getattr(kind, name)).parameters.values()]
-        for kind in (dmuon.Muon, torch.optim.Optimizer)
+        for kind in (overriding, torch.optim.Optimizer)
     )
     assert ours == theirs

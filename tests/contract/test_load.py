@@ -51,6 +51,15 @@ def test_minimal_spec_has_every_default() -> None:
     [
         ("training.stepz", 3, "/training/stepz", "unknown_field"),
         ("optimizer.muon", {"lr": float("nan")}, "/optimizer/muon/lr", "not_finite"),
+        ("optimizer", {"kind": "muon", "muon": {"lr": 0.0}}, "/optimizer/muon/lr", "greater_than"),
+        ("optimizer", {"kind": "muon", "muon": {"scale": "none"}}, "/optimizer/muon/scale", "unknown_value"),
+        ("optimizer", {"kind": "adamw", "muon": {}}, "/optimizer/muon", "unknown_field"),
+        ("optimizer", {"kind": "sgd"}, "/optimizer/kind", "unknown_value"),
+        ("optimizer", {"kind": None}, "/optimizer/kind", "unknown_value"),
+        ("optimizer", "muon", "/optimizer", "model_type"),
+        ("optimizer.kind", "muon", "", ""),
+        ("optimizer.kind", "adamw", "", ""),
+        ("labels", {"kind=muon": 1}, "/labels/kind=muon", "string_type"),
         ("model.config", {"rope": [1.0, float("inf")]}, "/model/config/rope/1", "not_finite"),
         ("routing.defaults", {"route": "moon"}, "/routing/defaults/route", "unknown_value"),
         ("training.global_batch", 5, "", ""),
@@ -72,6 +81,19 @@ def test_each_mistake_has_its_pointer(path: str, value: Any, pointer: str, code:
         validate_spec(document)
     found = {error.pointer: error.code for error in caught.value.errors}
     assert found.get(pointer) == code, found
+
+
+def test_an_unknown_field_is_told_with_those_of_its_optimizer() -> None:
+    document = changed("optimizer", {"kind": "muon", "adamw_name_hint": ["x"], "muon": {"momentun": 0.9}})
+    with pytest.raises(SpecInvalid) as caught:
+        validate_spec(document)
+    cures = {error.pointer: error.suggestion for error in caught.value.errors}
+    assert cures == {
+        "/optimizer/adamw_name_hint": "Did you mean 'adamw_name_hints'?",
+        "/optimizer/muon/momentun": "Did you mean 'momentum'?",
+    }
+    with pytest.raises(SpecInvalid, match=r"found 'muno', expected 'dmuon', 'muon', 'adamw'.*Did you mean 'muon'"):
+        validate_spec(changed("optimizer", {"kind": "muno"}))
 
 
 def test_all_mistakes_at_once_and_a_suggestion() -> None:

@@ -29,7 +29,10 @@ from worker.contract.plan import DataPlan, ParameterPlan, PlanReport, RankPlan, 
 from worker.contract.spec import JobSpec
 from worker.contract.states import Reason
 
-__all__ = ["FakeAttempt", "FakeClock", "FakeLauncher", "FakePlanner", "make_plan", "make_report", "make_spec"]
+__all__ = [
+    "FakeAttempt", "FakeClock", "FakeLauncher", "FakePlanner", "make_baseline_report", "make_plan", "make_report",
+    "make_spec",
+]  # fmt: skip
 
 MATRICES, FORWARD, REDUCE = 3, 1000, 500
 """Of the plan that :func:`make_plan` returns: matrices a step, bytes a rank and step by phase."""
@@ -138,6 +141,23 @@ def make_report(
     )  # fmt: skip
 
 
+def make_baseline_plan(spec: JobSpec) -> PlanReport:
+    """The same parameters as a baseline's."""
+    plan = make_plan(spec, "plan-baseline")
+    absent: dict[str, object] = dict.fromkeys(("predicted_imbalance", "ns_matrices", "ns_flops"))
+    own = tuple(entry.model_copy(update={"owner": None, "unit": ""}) for entry in plan.parameters)
+    changes = absent | {"optimizer": spec.optimizer.kind, "parameters": own, "traffic": (), "ranks": ()}
+    return plan.model_copy(update=changes)
+
+
+def make_baseline_report(rank: int, step: int) -> RankReport:
+    """A report of a rank that nothing counts for."""
+    absent: dict[str, object] = dict.fromkeys(
+        ("owner_compute_seconds", "kernel", "kernel_epoch", "ns_orthogonality_error")
+    )
+    return make_report(rank, step).model_copy(update=absent | {"comm": (), "ns": ()})
+
+
 class FakePlanner:
     """Plans at once; ``refuse`` holds the errors with which it refuses."""
 
@@ -150,7 +170,7 @@ class FakePlanner:
         self.before()
         if self.refuse:
             raise PlanRefusedProblem("no plan can be made", self.refuse)
-        return make_plan(spec)
+        return make_plan(spec) if spec.optimizer.kind == "dmuon" else make_baseline_plan(spec)
 
     def kernels(self) -> tuple[KernelAvailability, ...]:
         return (KernelAvailability(kernel=Kernel.CUBLAS, available=True, detail="torch"),)

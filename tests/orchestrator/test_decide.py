@@ -118,6 +118,17 @@ def test_verification_counts_skipped_steps() -> None:
     assert verdict.payload_bytes == verdict.planned_bytes == 2 * 5 * (FORWARD + REDUCE)
 
 
+def test_verification_counts_from_where_the_attempt_began() -> None:
+    """Totals are the attempt's own: five steps that were done before it resumed are not planned for it."""
+    reports = [make_report(rank, 3).model_copy(update={"step": 8, "first_step": 5}) for rank in (0, 1)]
+    verdict = decide_routes_verified(PLAN, reports)
+    assert verdict is not None and verdict.verified and verdict.step == 8
+    assert verdict.planned_matrices == 3 * MATRICES
+    reports[1] = reports[1].model_copy(update={"first_step": 4})
+    verdict = decide_routes_verified(PLAN, reports)
+    assert verdict is not None and "do not agree on the step at which the attempt began" in verdict.differences[0]
+
+
 def test_verification_names_each_difference() -> None:
     plan = PLAN.model_copy(update={"traffic": PLAN.traffic[:1]})
     verdict = decide_routes_verified(plan, [make_report(0, 1, matrices=MATRICES + 1), make_report(1, 1)])

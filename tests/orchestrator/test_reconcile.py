@@ -87,6 +87,12 @@ def test_a_plan_with_another_hash_than_expected_is_refused(world: World) -> None
     assert world.state(same) == "STARTING"
 
 
+def test_each_job_is_given_a_place_for_its_checkpoints(world: World) -> None:
+    first, second = world.running(), world.running()
+    places = [world.attempt(job).start.checkpoint_directory for job in (first, second)]
+    assert places == [str(world.settings.state_dir / "checkpoints" / job) for job in (first, second)]
+
+
 def test_case_17_impossible_fails_and_busy_waits(world: World) -> None:
     world.launcher.total = Resources(cpus=2)
     impossible = world.submit(mesh={"shard": 1}, resources={"cpus_per_worker": 64})

@@ -99,6 +99,11 @@ def test_one_swap_at_a_time_and_only_while_the_job_trains(world: World) -> None:
     assert [entry["id"] for entry in world.client.get(f"/v1/jobs/{job}/kernel-swaps").json()["swaps"]] == [first["id"]]
 
 
+def test_a_baseline_has_no_kernel_to_swap(world: World) -> None:
+    job = world.running(optimizer={"kind": "adamw"})
+    assert "torch's own adamw" in ask(world, job, 409)["detail"]
+
+
 def test_a_swap_can_be_tied_to_what_was_seen_and_is_not_done_twice(world: World) -> None:
     job = world.running()
     world.client.put("/v1/kernels/quack/breaker", json={"action": "trip", "reason": "x"})

@@ -44,6 +44,27 @@ def test_a_plan_says_it_all(tmp_path: Path) -> None:
     assert plan.plan_hash != make_plan(tiny_spec(3), WorkerSettings(cache_directory=tmp_path)).plan_hash
 
 
+def test_a_baseline_is_planned_without_owners(tmp_path: Path) -> None:
+    settings = WorkerSettings(cache_directory=tmp_path)
+    plan = make_plan(tiny_spec(2, optimizer={"kind": "muon"}), settings)
+    assert plan.optimizer == "muon"
+    assert {route.route: route.parameters for route in plan.routes} == {"muon": 14, "adamw": 7}
+    rules = {entry.name: entry.rule for entry in plan.parameters}
+    assert rules["lm_head.weight"] == "output head" and rules["model.embed_tokens.weight"] == "embedding"
+    assert (plan.ranks, plan.traffic, plan.ns_matrices, plan.predicted_imbalance) == ((), (), None, None)
+    assert {entry.owner for entry in plan.parameters} == {None}
+    assert plan.warnings == ("/routing/overrides say nothing to the optimizer kind 'muon'",)
+    other = {"kind": "muon", "adamw_name_hints": ["down_proj"]}
+    hinted = make_plan(tiny_spec(2, optimizer=other, routing={"exclude": ["norm"]}), settings)
+    assert {route.route: route.parameters for route in hinted.routes} == {"muon": 12, "adamw": 4}
+    assert hinted.plan_hash != plan.plan_hash and hinted.warnings == ()
+    kernels = {"kernels": {"coefficients": "you"}, "routing": {"hook_boundaries": ["LlamaMLP"]}}
+    adamw = make_plan(tiny_spec(optimizer={"kind": "adamw"}, **kernels), settings)
+    assert [route.route for route in adamw.routes] == ["adamw"] and "/kernels" in adamw.warnings[0]
+    wrong = refusals(optimizer={"kind": "adamw"}, routing={"hook_boundaries": ["NoSuchLayer"]}, mesh={"tensor": 2})
+    assert set(wrong) == {"/routing/hook_boundaries/0", "/mesh/tensor"}
+
+
 def test_replicas_are_planned_from_shapes_alone(tmp_path: Path) -> None:
     """On a grid of 2 by 2 owners are spread over all four ranks, and only an owner's column hears what it publishes."""
     settings = WorkerSettings(cache_directory=tmp_path)

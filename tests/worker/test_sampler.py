@@ -36,3 +36,16 @@ def test_workers_share_the_batch_without_gap_or_overlap() -> None:
 
 def test_a_batch_may_hold_several_epochs() -> None:
     assert sorted(sample_index(0, 0, position, 6, 3) for position in range(6)) == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_change_of_workers_repeats_and_skips_nothing() -> None:
+    """Steps done by 1, 3, 2 and 4 workers read, in order, what one worker reads without a break."""
+    batch, num_samples = 12, 50
+
+    def read(step: int, world_size: int) -> list[int]:
+        shares = [worker_positions(rank, world_size, batch) for rank in range(world_size)]
+        return [sample_index(5, step, position, batch, num_samples) for share in shares for position in share]
+
+    assert [read(step, size) for step, size in enumerate((1, 3, 2, 4, 4, 1))] == [read(step, 1) for step in range(6)]
+    seen = [sample for step in range(4) for sample in read(step, 3)]
+    assert len(set(seen)) == len(seen) == 48, "no sample twice in an epoch"

@@ -201,8 +201,9 @@ def test_a_set_up_that_fails_or_hangs(fault: str, told: str) -> None:
     assert end.reason == Reason.SETUP_FAILED and told in end.message
 
 
-def test_real_training_through_the_entry_point() -> None:
+def test_real_training_through_the_entry_point(tmp_path: Path) -> None:
     from tests.worker.specs import tiny_spec
+    from worker.checkpoints import newest_complete
     from worker.contract.actors import START_ENTRY
     from worker.contract.messages import RankReport
     from worker.planner import make_plan
@@ -212,8 +213,9 @@ def test_real_training_through_the_entry_point() -> None:
 
     job = tiny_spec(2, kernels={"kernel": "blocked"})
     start = AttemptStart(
-        job_id="real", attempt=3, fence="secret", spec_json=job.model_dump_json(), plan_hash=make_plan(job).plan_hash
-    ).model_dump_json()
+        job_id="real", attempt=3, fence="secret", spec_json=job.model_dump_json(), plan_hash=make_plan(job).plan_hash,
+        checkpoint_directory=str(tmp_path / "real"),
+    ).model_dump_json()  # fmt: skip
     for _ in range(2):  # the second time changes nothing
         ray.get(ray.remote(start_supervisor).options(num_cpus=0).remote(start))
     attempt = Driven.__new__(Driven)
@@ -225,7 +227,11 @@ def test_real_training_through_the_entry_point() -> None:
     assert sorted((report.rank, report.step) for report in reports) == [(r, s) for r in (0, 1) for s in range(1, 6)]
     assert {total.kernel for report in reports for total in report.ns} == {"blocked"}
     names = [note.name for note in attempt.milestones()]
-    assert names == ["placed", "workers_started", "group_formed", "plan_confirmed", "routes_verified"]
+    assert names == [
+        "placed", "workers_started", "group_formed", "plan_confirmed", "routes_verified", "checkpoint_saved",
+    ]  # fmt: skip
+    saved = newest_complete(tmp_path / "real")
+    assert saved is not None and saved.step == 5, "in the place that the attempt was given"
     assert all(note.data["ok"] for note in attempt.milestones() if note.name == "routes_verified")
 
 

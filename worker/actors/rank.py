@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -145,9 +146,11 @@ class RankActor:
         settings = read_settings()
         limit_threads(spec)
         store = self._store or connect_store(address, settings.join_timeout_s)
+        place = self._attempt.checkpoint_directory
         return train.Rank(
             spec, self._rank, decide_device(spec, 0), store, settings, self._mailbox, sender.put,
-            plan_hash=self._attempt.plan_hash or None,
+            plan_hash=self._attempt.plan_hash or None, attempt=self._attempt.attempt,
+            checkpoint_directory=Path(place) if place else None,
         )  # fmt: skip
 
     def set_kernels(self, policy_json: str) -> None:

@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from worker.contract.errors import FieldError, SpecInvalid
-from worker.contract.spec import JobSpec
+from worker.contract.spec import OPTIMIZER_TAG, AdamWOptimizer, DmuonOptimizer, JobSpec, MuonOptimizer
 
 __all__ = ["MAX_SPEC_BYTES", "load_spec", "parse_document", "validate_spec"]
 
@@ -24,6 +24,7 @@ MAX_DEPTH = 64
 MAX_ERRORS = 100
 """Mistakes of a kind that one answer names."""
 _MERGE = "tag:yaml.org,2002:merge"
+_OPTIMIZERS = {"dmuon": DmuonOptimizer, "muon": MuonOptimizer, "adamw": AdamWOptimizer}
 
 
 class _Loader(yaml.SafeLoader):
@@ -227,24 +228,42 @@ def _escape(part: object) -> str:
 def _from_pydantic(entry: Any) -> FieldError:
     kind, found = entry["type"], entry.get("input")
     parts = [part for part in entry["loc"] if not (isinstance(part, str) and _is_union_tag(part))]
+    optimizer = "dmuon"
+    if parts[:1] == ["optimizer"] and len(parts) > 1 and str(parts[1]).startswith(OPTIMIZER_TAG):
+        optimizer = str(parts.pop(1)).removeprefix(OPTIMIZER_TAG)
     pointer = "".join(f"/{_escape(part)}" for part in parts)
     if kind == "extra_forbidden":
-        return _unknown_field(pointer, parts)
+        return _unknown_field(pointer, parts, optimizer)
     if kind == "missing":
         return FieldError(pointer=pointer, code="missing", message="required, but absent")
-    shown = repr(found)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        return _unknown_kind(pointer, found)
     message = entry["msg"].removeprefix("Value error, ")
     codes = {"literal_error": "unknown_value", "enum": "unknown_value", "value_error": "inconsistent"}
-    return FieldError(pointer=pointer, code=codes.get(kind, kind), message=f"found {shown}: {message}")
+    return FieldError(pointer=pointer, code=codes.get(kind, kind), message=f"found {_shown(found)}: {message}")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _unknown_kind(pointer: str, found: object) -> FieldError:
+    if not isinstance(found, dict):
+        message = f"found {_shown(found)}, expected a mapping"
+        return FieldError(pointer=pointer, code="model_type", message=message)
+    message = f"found {_shown(found.get('kind'))}, expected {', '.join(map(repr, _OPTIMIZERS))}"
+    close = difflib.get_close_matches(str(found.get("kind")), list(_OPTIMIZERS), n=1)
+    cure = f"Did you mean {close[0]!r}?" if close else None
+    return FieldError(pointer=f"{pointer}/kind", code="unknown_value", message=message, suggestion=cure)
 
 
 def _is_union_tag(part: str) -> bool:
     return part.startswith(("literal[", "tuple[", "constrained-", "lax-or-strict"))
 
 
-def _unknown_field(pointer: str, parts: list[int | str]) -> FieldError:
-    names = sorted(_fields_at(parts[:-1]))
+def _unknown_field(pointer: str, parts: list[int | str], optimizer: str) -> FieldError:
+    names = sorted(_fields_at(parts[:-1], optimizer))
     close = difflib.get_close_matches(str(parts[-1]), names, n=1)
     return FieldError(
         pointer=pointer,
@@ -254,9 +273,11 @@ def _unknown_field(pointer: str, parts: list[int | str]) -> FieldError:
     )
 
 
-def _fields_at(parts: list[int | str]) -> set[str]:
+def _fields_at(parts: list[int | str], optimizer: str) -> set[str]:
     """Names of the fields of the section at ``parts``; empty where the place is no section."""
     section: Any = JobSpec
+    if parts[:1] == ["optimizer"]:
+        section, parts = _OPTIMIZERS[optimizer], parts[1:]
     for part in parts:
         if isinstance(part, int):
             continue

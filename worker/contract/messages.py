@@ -71,7 +71,9 @@ class RankReport(Message):
     kind: Literal["rank_report"] = "rank_report"
     rank: int
     step: int
-    """Steps done, counted from 1."""
+    """Steps done, counted from 1, those of earlier attempts included."""
+    first_step: int = 0
+    """Steps that were done before this attempt: it resumed there, and its totals count from there."""
     at: float
     """Wall clock, seconds since the epoch."""
     loss: float
@@ -89,13 +91,14 @@ class RankReport(Message):
     """Counts by :data:`STEP_SECONDS_BUCKETS`, not cumulative over buckets, one more for the rest."""
     comm: tuple[CommTotals, ...]
     ns: tuple[NsTotals, ...]
-    owner_compute_seconds: float
+    owner_compute_seconds: float | None
+    """None with a baseline, which has no owners."""
     ns_orthogonality_error: float | None
     """Largest sampled deviation from 1 of a squared singular value of an update; None before the first sample."""
     routes: tuple[RouteStats, ...]
-    kernel: Kernel
-    """What the runtime launched in this step (``auto`` resolved)."""
-    kernel_epoch: int
+    kernel: Kernel | None
+    """What the runtime launched in this step (``auto`` resolved); None with a baseline, which launches torch's own."""
+    kernel_epoch: int | None
     fallback_calls: int = 0
     """Newton-Schulz calls of this rank whose kernel failed, and that the fallback did instead."""
     compared_launches: dict[Kernel, int] = {}
@@ -104,6 +107,11 @@ class RankReport(Message):
     """Resident set of the process, or memory allocated on its GPU."""
     lr: dict[str, float]
     """Learning rate of this step by route."""
+
+    @property
+    def steps_done(self) -> int:
+        """Steps of this attempt alone, which its totals are of."""
+        return self.step - self.first_step
 
 
 class Milestone(Message):
@@ -125,6 +133,11 @@ class Milestone(Message):
         "swap_prepared",
         "swap_committed",
         "swap_rolled_back",
+        "resumed",
+        "checkpoint_saved",
+        "checkpoint_failed",
+        "checkpoint_passed_over",
+        "checkpoints_off",
     ]
     at: float
     message: str
@@ -185,5 +198,7 @@ class AttemptStart(Message):
     spec_json: str
     plan_hash: str
     kernels: KernelPolicy = KernelPolicy()
+    checkpoint_directory: str = ""
+    """Where the job's checkpoints go when its spec names no place; empty: nowhere."""
     placement_deadline_s: float = 60.0
     outbox_limit: int = 100_000

@@ -34,7 +34,7 @@ class ParameterPlan(Part):
     elements: int
     route: Route
     rule: str
-    """``defaults``, ``overrides[i]`` (the last that set the route) or ``route_hint_fn``."""
+    """``defaults``, ``overrides[i]`` (the last that set the route) or ``route_hint_fn``; of a baseline, in words."""
     owner: int | None
     """Rank that updates it; None when every rank updates its own shard."""
     unit: str
@@ -86,19 +86,24 @@ class DataPlan(Part):
 
 
 class PlanReport(Part):
-    """Everything that can be said about a job before it runs."""
+    """Everything that can be said about a job before it runs.
 
+    Of a baseline (``muon``, ``adamw``) that is which optimizer trains which parameter: it has no owners, and torch
+    decides what moves when. ``traffic`` and ``ranks`` are empty then, and what the runtime alone computes is None.
+    """
+
+    optimizer: Literal["dmuon", "muon", "adamw"] = "dmuon"
     plan_hash: str
     world_size: int
     parameters: tuple[ParameterPlan, ...]
     routes: tuple[RoutePlan, ...]
     traffic: tuple[TrafficPlan, ...]
     ranks: tuple[RankPlan, ...]
-    predicted_imbalance: float
+    predicted_imbalance: float | None
     """Largest planned cost over the mean."""
-    ns_matrices: int
+    ns_matrices: int | None
     """Matrices orthogonalised by all ranks in one step."""
-    ns_flops: float
+    ns_flops: float | None
     """Newton-Schulz FLOPs of all ranks in one step."""
     trainable_elements: int
     frozen_elements: int

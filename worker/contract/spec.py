@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
 
 from worker.contract.kernels import Algorithm, CoefficientSet, Kernel
 
 __all__ = [
-    "AdamWSettings", "BreakerSpec", "DataSpec", "DmuonOptimizer", "FailureSpec", "JobSpec", "KernelsSpec", "MeshSpec",
-    "ModelSpec", "MuonSettings", "Override", "PolicyFields", "ResourcesSpec", "Route", "RoutingSpec", "ScheduleSpec",
+    "OPTIMIZER_TAG", "AdamWOptimizer", "AdamWSettings", "BreakerSpec", "CheckpointSpec", "DataSpec", "DmuonOptimizer",
+    "FailureSpec", "JobSpec", "KernelsSpec", "MeshSpec", "ModelSpec", "MuonOptimizer", "MuonSettings", "Optimizer",
+    "Override", "PlainMuonSettings", "PolicyFields", "ResourcesSpec", "Route", "RoutingSpec", "ScheduleSpec",
     "TrainingSpec",
 ]  # fmt: skip
 
@@ -139,6 +140,54 @@ class DmuonOptimizer(Section):
     adamw: AdamWSettings = AdamWSettings()
 
 
+class PlainMuonSettings(MuonSettings):
+    """Settings of ``torch.optim.Muon``: coefficients, precision and iteration are torch's own."""
+
+    scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """torch's ``adjust_lr_fn``."""
+
+
+class MuonOptimizer(Section):
+    """A baseline: torch's Muon on matrices and torch's AdamW on the rest, under FSDP2 or DDP, without the runtime."""
+
+    kind: Literal["muon"]
+    muon: PlainMuonSettings = PlainMuonSettings()
+    adamw: AdamWSettings = AdamWSettings()
+    weight_decay_exclude_1d: bool = False
+    """Leave norms, biases and other parameters of at most one dim without decay."""
+    adamw_name_hints: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
+    """A matrix whose full name contains one of these is AdamW's; None takes the runtime's list."""
+
+
+class AdamWOptimizer(Section):
+    """A baseline: torch's AdamW on everything, under FSDP2 or DDP, without the runtime."""
+
+    kind: Literal["adamw"]
+    adamw: AdamWSettings = AdamWSettings()
+    weight_decay_exclude_1d: bool = False
+    """Leave norms, biases and other parameters of at most one dim without decay."""
+
+
+OPTIMIZER_TAG = "kind="
+"""Before the kind in the name of a union's member, so that it is told from a field in the place of an error."""
+
+
+def _optimizer_tag(value: Any) -> str | None:
+    """Return which member of the union ``value`` is; without a ``kind`` it is ``dmuon``'s."""
+    if isinstance(value, dict):
+        return f"{OPTIMIZER_TAG}{value.get('kind', 'dmuon')}"
+    kind = getattr(value, "kind", None)
+    return None if kind is None else f"{OPTIMIZER_TAG}{kind}"
+
+
+Optimizer = Annotated[
+    Annotated[DmuonOptimizer, Tag(f"{OPTIMIZER_TAG}dmuon")]
+    | Annotated[MuonOptimizer, Tag(f"{OPTIMIZER_TAG}muon")]
+    | Annotated[AdamWOptimizer, Tag(f"{OPTIMIZER_TAG}adamw")],
+    Discriminator(_optimizer_tag),
+]
+
+
 class PolicyFields(Section):
     """What the runtime does with a parameter. A field that is absent leaves the earlier value."""
 
@@ -219,6 +268,37 @@ class KernelsSpec(Section):
     """How long all ranks may take to prepare a swap of the kernel; then it is rolled back."""
 
 
+class CheckpointSpec(Section):
+    """When a run saves, where, and what it continues from. It also saves at its end and before it stops."""
+
+    every_steps: Annotated[int, Field(ge=1, le=1 << 40)] | None = None
+    """Steps between two checkpoints; None saves at the end and before a stop only."""
+    keep: Annotated[int, Field(ge=1, le=10_000)] = 2
+    """How many complete checkpoints stay; the last one is never removed."""
+    directory: Annotated[str, Field(min_length=1)] | None = None
+    """Absolute path that all workers share. None takes a place of the job's own; a run without a server then keeps
+    checkpoints only if ``every_steps`` is given."""
+    resume: Annotated[str, Field(min_length=1)] = "auto"
+    """``auto`` continues from the newest sound checkpoint in the directory, if there is one; ``never`` starts anew; an
+    absolute path names a checkpoint, a directory of them, or a file of weights."""
+    on_route_change: Literal["refuse", "keep", "cold"] = "refuse"
+    """What becomes of the optimizer state of a parameter whose route has changed: the checkpoint is refused; state that
+    means the same is kept; or it starts anew."""
+    asynchronous: bool = True
+    """Write behind the next steps; False waits for each checkpoint."""
+
+    @model_validator(mode="after")
+    def _absolute(self) -> Self:
+        relative = [
+            f"{name} {value!r}"
+            for name, value in (("directory", self.directory), ("resume", self.resume))
+            if value is not None and value not in ("auto", "never") and not value.startswith("/")
+        ]
+        if relative:
+            raise ValueError(f"workers need absolute paths, found {' and '.join(relative)}")
+        return self
+
+
 class FailureSpec(Section):
     """What to do when something goes wrong."""
 
@@ -247,9 +327,10 @@ class JobSpec(Section):
     data: DataSpec
     mesh: MeshSpec = MeshSpec()
     training: TrainingSpec
-    optimizer: DmuonOptimizer = DmuonOptimizer()
+    optimizer: Optimizer = DmuonOptimizer()
     routing: RoutingSpec = RoutingSpec()
     kernels: KernelsSpec = KernelsSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
     failure: FailureSpec = FailureSpec()
     resources: ResourcesSpec = ResourcesSpec()
 
