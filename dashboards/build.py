@@ -38,7 +38,7 @@ def render(board: Board) -> str:
         .with_variable(dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus"))
     )
     if board.by_job:
-        builder = builder.with_variable(_job_variable())
+        builder = builder.with_variable(_job_variable()).annotation(_kernel_changes())
     next_id = 1
     for row in board.rows:
         builder = builder.with_row(dashboard.Row(row.title).id(next_id))
@@ -57,6 +57,18 @@ def _job_variable() -> Any:
         .datasource(DATASOURCE)
         .query("label_values(dmuon_job_info, job)")
         .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+    )
+
+
+def _kernel_changes() -> Any:
+    """Marks where all ranks of the job changed what they launch: a swap, a trip, an operator's word."""
+    return (
+        dashboard.AnnotationQuery()
+        .name("Kernel changes")
+        .datasource(DATASOURCE)
+        .enable(True)
+        .icon_color("orange")
+        .expr('changes(dmuon_kernel_epoch{job="$job", rank="0"}[$__interval]) > 0')
     )
 
 

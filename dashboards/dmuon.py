@@ -147,6 +147,14 @@ OWNERS = RowSpec(
             minimum=0,
             width=6,
         ),
+        PanelSpec(
+            title="Calls done by the fallback",
+            question="How often did a kernel fail so that the fallback had to do its call?",
+            when_red="Any: the job's kernel_failed events have rank, step and cause; the breaker opens by itself.",
+            queries=(Query(_rate("dmuon_ns_fallback_calls_total"), "calls a second"),),
+            minimum=0,
+            width=6,
+        ),
     ),
 )
 

@@ -21,6 +21,7 @@ from orchestrator.reconcile.planning import plan_submitted
 from orchestrator.store.database import Database
 from orchestrator.store.idempotency import forget_old
 from orchestrator.store.jobs import jobs_in
+from orchestrator.store.kernels import breaker_rows, expire_breakers
 from orchestrator.store.leases import acquire, release
 from orchestrator.store.transitions import LEASE
 from worker.contract.states import JobState
@@ -92,6 +93,7 @@ class Reconciler:
         if not self._has_lease():
             return
         began = time.perf_counter()
+        self._expire()
         admit_queued(self.context)
         with self.context.database.read() as session:
             jobs = jobs_in(session, JobState.STARTING, JobState.RUNNING, JobState.STOPPING)
@@ -121,6 +123,15 @@ class Reconciler:
             held = acquire(session, LEASE, context.holder, now=now, duration_s=self._lease_s)
         self._renew_at = now + self._lease_s / 3 if held else -math.inf
         return held
+
+    def _expire(self) -> None:
+        with self.context.database.read() as session:
+            now = self.context.clock()
+            due = any(row.expires_at is not None and row.expires_at <= now for row in breaker_rows(session))
+        if due:
+            with self.context.database.write() as session:
+                expire_breakers(session, now=now)
+            self.context.changed()
 
     def _sweep(self) -> None:
         now = self.context.clock()
