@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -91,7 +91,8 @@ class _Gang:
             ours, theirs = context.Pipe()
             arguments = (self.spec.model_dump_json(), rank, address, theirs, save, plan_hash)
             process = context.Process(target=_rank_main, args=arguments, name=f"rank-{rank}", daemon=True)
-            process.start()
+            with _deaf_to_the_keyboard():
+                process.start()
             theirs.close()
             self.processes[rank], self.pipes[rank] = process, ours
 
@@ -138,6 +139,19 @@ class _Gang:
                 process.join()
 
 
+@contextlib.contextmanager
+def _deaf_to_the_keyboard() -> Iterator[None]:
+    """Let what is started in here ignore Ctrl-C from its first moment: the parent decides, and imports take long."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _join(processes: Iterable[SpawnProcess], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     for process in processes:
@@ -170,7 +184,7 @@ def _train(
     save: Path | None,
     plan_hash: str | None,
 ) -> RankEnd:
-    phase = "joining"
+    phase, seat = "joining", None
     try:
         from worker import train
         from worker.control import Mailbox
@@ -193,7 +207,8 @@ def _train(
     except Exception as error:  # whatever it is, the parent must hear of it
         value = ErrorValue.from_exception(error, rank=rank)
         with contextlib.suppress(OSError):
-            send(RankError(at=time.time(), error=value))
+            if seat is None or seat.told is not error:
+                send(RankError(at=time.time(), error=value))
         return RankEnd(rank=rank, kind=EndKind.FAILED, at=time.time(), set_up=phase == "done", error=value)
 
 
