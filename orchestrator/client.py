@@ -99,9 +99,9 @@ class Client(KernelCalls):
         except httpx.HTTPError as error:
             raise ServiceUnreachable(f"{self._url}: {error}") from None
 
-    def metrics(self, job_id: str, *, after: int = 0, limit: int = 500) -> r.MetricsPage:
-        """Return steps of the last attempt that follow one."""
-        params = {"after": str(after), "limit": str(limit)}
+    def metrics(self, job_id: str, *, after: int = 0, limit: int = 500, attempt: int | None = None) -> r.MetricsPage:
+        """Return steps of an attempt (by default the last) that follow one."""
+        params = {"after": str(after), "limit": str(limit)} | ({} if attempt is None else {"attempt": str(attempt)})
         return self._ask(r.MetricsPage, "GET", f"/v1/jobs/{job_id}/metrics", params=params)
 
     def routes(self, job_id: str) -> r.RoutesResource:

@@ -235,12 +235,7 @@ class _Loop:
         loss_work = dist.all_reduce(loss, async_op=True)
         clip = spec.training.clip_grad_norm
         norm = None if clip is None else self.driver.clip(clip)
-        if self.switch is not None:
-            self.switch.newton_schulz.sample_next = step % self.rank.settings.orthogonality_every_steps == 0
-        PROGRESS.enter("newton_schulz")
-        self.driver.optimizer.step()
-        PROGRESS.enter("publish")
-        self.driver.optimizer.zero_grad()
+        self._update(step)
         assert loss_work is not None, "this rank is in the group"
         with PROGRESS.waiting("all-reduce of the loss"):
             loss_work.wait()
@@ -267,6 +262,14 @@ class _Loop:
             found = differences(spec, self.plan, self.rank.rank, report, report.steps_done)
             message = "; ".join(found) or "the first step did exactly what the plan says"
             tell(self.rank, "routes_verified", message, rank_zero_only=not found, ok=not found)
+
+    def _update(self, step: int) -> None:
+        if self.switch is not None:
+            self.switch.newton_schulz.sample_next = step % self.rank.settings.orthogonality_every_steps == 0
+        PROGRESS.enter("newton_schulz")
+        self.driver.optimizer.step()
+        PROGRESS.enter("publish")
+        self.driver.optimizer.zero_grad()
 
     @contextmanager
     def _together(self) -> Iterator[None]:
