@@ -24,6 +24,7 @@ __all__ = [
     "jobs_in", "jobs_shown", "keep_plan", "list_jobs", "plan_of", "queue_waits", "submit_job",
 ]  # fmt: skip
 
+_LAST_EVENT = 2**31 - 2
 LIVE = (JobState.STARTING, JobState.RUNNING, JobState.STOPPING, JobState.RESTARTING)
 WAITING = (JobState.SUBMITTED, JobState.QUEUED)
 
@@ -163,7 +164,8 @@ def plan_of(session: Session, job: Job) -> PlanReport | None:
 
 def events_after(session: Session, job_id: str, seq: int, limit: int) -> Sequence[Event]:
     """Return up to ``limit`` events that follow ``seq``, in order."""
-    query = select(Event).where(Event.job_id == job_id, Event.seq > seq).order_by(Event.seq).limit(limit)
+    first = min(seq, _LAST_EVENT) + 1  # a number that the column cannot hold is an error on PostgreSQL
+    query = select(Event).where(Event.job_id == job_id, Event.seq >= first).order_by(Event.seq).limit(limit)
     return session.scalars(query).all()
 
 
