@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from orchestrator.clock import Clock
-from orchestrator.errors import LeaseLost
-from orchestrator.launcher_api import Launcher
+from orchestrator.errors import LauncherUnavailable, LeaseLost
+from orchestrator.launcher_api import Capacity, Launcher
 from orchestrator.planner import Planner
 from orchestrator.reconcile.admission import admit_queued
 from orchestrator.reconcile.attempts import drive_attempt
@@ -29,6 +29,8 @@ __all__ = ["Reconciler"]
 
 _log = logging.getLogger(__name__)
 _SWEEP_S = 3600.0
+_CAPACITY_S = 10.0
+"""How often the cluster's capacity is looked at for those who watch; admission asks for itself."""
 
 
 class Reconciler:
@@ -61,9 +63,12 @@ class Reconciler:
         self._wake = (threading.Event(), threading.Event())
         self._threads: list[threading.Thread] = []
         self._next_sweep = 0.0
+        self._next_look = -math.inf
         self._renew_at = -math.inf
         self.last_pass_at: float | None = None
         """Wall clock at the end of the last pass; None before the first."""
+        self.capacity: Capacity | None = None
+        """What the cluster was last seen to have; None when it could not be asked."""
 
     def start(self) -> None:
         """Begin; the threads end by :meth:`stop`."""
@@ -104,6 +109,7 @@ class Reconciler:
                 raise
             except Exception:
                 _log.exception("job %s could not be driven; the next pass tries again", job.id)
+        self._look_at_capacity()
         self._sweep()
         self.last_pass_at = self.context.clock()
         self._timed(time.perf_counter() - began)
@@ -121,6 +127,17 @@ class Reconciler:
             held = acquire(session, LEASE, context.holder, now=now, duration_s=self._lease_s)
         self._renew_at = now + self._lease_s / 3 if held else -math.inf
         return held
+
+    def _look_at_capacity(self) -> None:
+        now = self.context.clock()
+        if now < self._next_look:
+            return
+        self._next_look = now + _CAPACITY_S
+        try:
+            self.capacity = self.context.launcher.capacity()
+        except LauncherUnavailable as error:
+            self.capacity = None
+            _log.warning("the cluster's capacity is not known: %s", error)
 
     def _sweep(self) -> None:
         now = self.context.clock()
