@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["LEDGER", "Launches", "Ledger", "NsCount", "snapshot"]
+__all__ = ["LEDGER", "Launches", "Ledger", "NsCount", "Trial", "snapshot"]
 
 Key = tuple[str, str]
 Launches = dict[Key, int]
@@ -37,6 +37,29 @@ class NsCount:
     seconds: float = 0.0
 
 
+class Trial:
+    """Matrices that were orthogonalised, and are counted only when the results are kept."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.matrices: Launches = {}
+
+    def keep(self) -> None:
+        """Count them: the results are applied."""
+        matrices, self.matrices = self.matrices, {}
+        for key, number in matrices.items():
+            self._ledger.add_matrices(key, number)
+
+
+class _Local(threading.local):
+    """What holds for one thread alone: others may launch, measure or capture at the same time."""
+
+    is_muted = False
+    is_comparing = False
+    recording: Launches | None = None
+    trial: Trial | None = None
+
+
 class Ledger:
     """Thread-safe totals by (kernel, algorithm)."""
 
@@ -44,34 +67,71 @@ class Ledger:
         self._lock = threading.Lock()
         self._counts: dict[Key, NsCount] = {}
         self._pending: deque[tuple[Key, torch.Event, torch.Event]] = deque()
-        self._recording: Launches | None = None
-        self._is_muted = False
+        self._compared: Launches = {}
+        self._local = _Local()
 
     def count_launch(self, kernel: str, algorithm: str) -> None:
         """Count one symmetric product, after its launch returned."""
-        if self._recording is not None:
-            self._recording[kernel, algorithm] = self._recording.get((kernel, algorithm), 0) + 1
+        recording = self._local.recording
+        if recording is not None:
+            recording[kernel, algorithm] = recording.get((kernel, algorithm), 0) + 1
+        elif self._local.is_comparing and not self._local.is_muted:
+            with self._lock:
+                self._compared[kernel, algorithm] = self._compared.get((kernel, algorithm), 0) + 1
         else:
             self._add((kernel, algorithm), launches=1)
 
     @contextmanager
     def recording(self) -> Iterator[Launches]:
         """Collect launches instead of counting them: those of a graph that is being captured have not run yet."""
-        assert self._recording is None, "two graphs are captured at once"
-        self._recording = {}
+        assert self._local.recording is None, "two graphs are captured at once"
+        recording: Launches = {}
+        self._local.recording = recording
         try:
-            yield self._recording
+            yield recording
         finally:
-            self._recording = None
+            self._local.recording = None
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Count nothing: what is measured or compiled ahead updates no weight. Not for use beside other threads."""
-        before, self._is_muted = self._is_muted, True
+        """Count nothing of this thread: what is measured or compiled ahead updates no weight."""
+        before, self._local.is_muted = self._local.is_muted, True
         try:
             yield
         finally:
-            self._is_muted = before
+            self._local.is_muted = before
+
+    @contextmanager
+    def comparing(self) -> Iterator[None]:
+        """Count the launches of this thread apart from those that do the work: their results are only looked at."""
+        before, self._local.is_comparing = self._local.is_comparing, True
+        try:
+            yield
+        finally:
+            self._local.is_comparing = before
+
+    def compared(self) -> Launches:
+        """Return the launches of comparisons so far."""
+        with self._lock:
+            return dict(self._compared)
+
+    @contextmanager
+    def trial(self) -> Iterator[Trial]:
+        """Hold back the count of matrices of this thread, but not of launches: results may yet be thrown away."""
+        before = self._local.trial
+        self._local.trial = trial = Trial(self)
+        try:
+            yield trial
+        finally:
+            self._local.trial = before
+
+    def add_matrices(self, key: Key, number: int) -> None:
+        """Count matrices, or hand them to the trial in progress."""
+        trial = self._local.trial
+        if trial is None or self._local.is_muted:
+            self._add(key, matrices=number)
+        else:
+            trial.matrices[key] = trial.matrices.get(key, 0) + number
 
     def add_launches(self, launches: Launches) -> None:
         """Count what the replay of a captured graph launched."""
@@ -82,7 +142,7 @@ class Ledger:
     def orthogonalising(self, kernel: str, algorithm: str, num_matrices: int, device: torch.device) -> Iterator[None]:
         """Time a group and count its matrices; nothing is counted when the body raises."""
         key = (kernel, algorithm)
-        if self._is_muted:
+        if self._local.is_muted or self._local.is_comparing:
             yield
             return
         if device.type == "cuda":
@@ -92,11 +152,12 @@ class Ledger:
             last.record(torch.cuda.current_stream(device))
             with self._lock:
                 self._pending.append((key, first, last))
-            self._add(key, matrices=num_matrices)
+            self.add_matrices(key, num_matrices)
             return
         begin = time.perf_counter()
         yield
-        self._add(key, matrices=num_matrices, seconds=time.perf_counter() - begin)
+        self._add(key, seconds=time.perf_counter() - begin)
+        self.add_matrices(key, num_matrices)
 
     def snapshot(self) -> dict[Key, NsCount]:
         """Return the totals so far; never synchronises a device."""
@@ -105,7 +166,7 @@ class Ledger:
             return dict(self._counts)
 
     def _add(self, key: Key, *, launches: int = 0, matrices: int = 0, seconds: float = 0.0) -> None:
-        if self._is_muted:
+        if self._local.is_muted:
             return
         with self._lock:
             self._settle()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast, overload
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dmuon_runtime.adamw import AdamWSettings, AdamWTensors, adamw_update, apply_change, gated_factor
 from dmuon_runtime.errors import NonFiniteGradient, SettingError, UnsupportedFeature
 from dmuon_runtime.groups import GroupDefaults, build_groups, learning_rate
+from dmuon_runtime.guard import guarded_orthogonalize
 from dmuon_runtime.guests import Guest, find_guests, local_part
 from dmuon_runtime.matrices import join_blocks, matrix_blocks
 from dmuon_runtime.newton_schulz import NewtonSchulz
@@ -178,9 +179,10 @@ class Muon(torch.optim.Optimizer):
                 changes = adamw_update(self._adamw_tensors(members), _adamw_settings(group), gate)
                 counted = [c for c, piece in zip(changes, members, strict=True) if piece.counts_here]
                 totals.setdefault(group["route"], UpdateTotals()).add(counted)
+        changes = self._muon_update(muon, gate)
         if muon:
             totals["muon"] = UpdateTotals()
-            totals["muon"].add(self._muon_update(muon, gate))
+            totals["muon"].add(changes)
         return totals
 
     def _adamw_tensors(self, pieces: Sequence[Piece | Guest]) -> AdamWTensors:
@@ -201,7 +203,7 @@ class Muon(torch.optim.Optimizer):
             for tensor, (piece, _) in zip(looked_ahead, members, strict=True)
         ]
         flat = [block for group in blocks for block in group]
-        results = iter(self.newton_schulz.orthogonalize(flat, self.ns_steps))
+        results, gate = self._orthogonalize(flat, gate)
         changes: list[Tensor] = []
         for (piece, group), cut in zip(members, blocks, strict=True):
             lr, decay = learning_rate(group), cast(float, group["weight_decay"])
@@ -211,6 +213,15 @@ class Muon(torch.optim.Optimizer):
             apply_change([piece.master], [change], lr * decay, gate)
             changes.append(change)
         return changes
+
+    def _orthogonalize(self, matrices: list[Tensor], gate: Tensor | None) -> tuple[Iterator[Tensor], Tensor | None]:
+        """Return the results and the gate, closed also where a device found a kernel's result bad on some rank."""
+        if self.newton_schulz.guard is None:
+            return iter(self.newton_schulz.orthogonalize(matrices, self.ns_steps)), gate
+        results, good = guarded_orthogonalize(self.newton_schulz, self.runtime.transport, matrices, self.ns_steps)
+        if good is not None:
+            gate = good if gate is None else gate * good
+        return iter(results), gate
 
     def _momentum(self, piece: Piece, momentum: float, gate: Tensor | None) -> Tensor:
         """Update ``m <- mu m + g`` and return what is orthogonalised: ``g + mu m`` (nesterov) or ``m``."""

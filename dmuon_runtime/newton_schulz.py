@@ -10,12 +10,14 @@ from __future__ import annotations
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
 from dmuon_runtime._choice_store import choice_store
+from dmuon_runtime._ns_checks import checked_restarts, refuse_non_matrices, with_index
 from dmuon_runtime._ns_choices import Choices, Form
 from dmuon_runtime._ns_graphs import Captured, GraphCache
 from dmuon_runtime._ns_groups import (
@@ -32,6 +34,7 @@ from dmuon_runtime._ns_groups import (
 )
 from dmuon_runtime._ns_measure import Measuring
 from dmuon_runtime.coefficients import POLAR_EXPRESS_COEFFICIENTS, Triple, coefficients_for, validate_coefficients
+from dmuon_runtime.guard import KernelGuard
 from dmuon_runtime.kernels import SymmetricKernel
 from dmuon_runtime.kernels._registry import (
     CUBLAS,
@@ -91,10 +94,13 @@ class NewtonSchulz:
                 stacklevel=2,
             )
         self.coefficients = POLAR_EXPRESS_COEFFICIENTS if coefficients is None else validate_coefficients(coefficients)
-        self.restart_iterations = None if restart_iterations is None else _checked_restarts(restart_iterations)
+        self.restart_iterations = None if restart_iterations is None else checked_restarts(restart_iterations)
         self.deterministic = deterministic
         self._choices, self._adopted = Choices(), False
         self._graphs = GraphCache()
+        self.guard: KernelGuard | None = None
+        """Watches the calls and takes them to the fallback where a breaker is open; None: nothing is watched."""
+        self._falls_back = False
         say_what_auto_is(self.choice.name, default_device())
 
     def __repr__(self) -> str:
@@ -157,7 +163,7 @@ class NewtonSchulz:
         """
         if self._adopted or self.deterministic:
             return self._choices
-        device = _with_index(device)
+        device = with_index(device)
         coefficients, restarts = self.plan(steps)
         store = choice_store(device)
         measuring = Measuring(device, compute_dtype(dtype, device), Recipe(coefficients, restarts), store, progress)
@@ -199,7 +205,7 @@ class NewtonSchulz:
         Returns:
             The decisions, for :meth:`adopt` on other ranks: bits of a result depend on them.
         """
-        device = _with_index(device)
+        device = with_index(device)
         self.measure([shapes], dtype, device, progress, steps)
         if device.type == "cuda" and shapes:
             if progress is not None:
@@ -233,15 +239,37 @@ class NewtonSchulz:
         Raises:
             ValueError: bad ``steps``, or tensors that are no floating matrices (all of them named).
         """
-        _refuse_non_matrices(matrices)
+        refuse_non_matrices(matrices)
         recipe = Recipe(*self.plan(steps))
         results = [g.new_zeros(g.shape) if g.numel() == 0 else g for g in matrices]
         shapes, dtypes, devices = [g.shape for g in matrices], [g.dtype for g in matrices], [g.device for g in matrices]
         for group, members in self._groups_of(shapes, dtypes, devices, steps).items():
-            done = self._run_group(group, recipe, [matrices[index] for index in members])
+            done = self._run_watched(group, recipe, [matrices[index] for index in members])
             for index, result in zip(members, done, strict=True):
                 results[index] = result
         return results
+
+    def fall_back(self, matrices: Sequence[Tensor], steps: int = 5) -> list[Tensor]:
+        """As :meth:`orthogonalize`, with ``cublas`` for every matrix."""
+        self._falls_back = True
+        try:
+            return self.orthogonalize(matrices, steps)
+        finally:
+            self._falls_back = False
+
+    def expected(
+        self, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device, steps: int = 5
+    ) -> Counter[tuple[str, str]]:
+        """Return what a call with ``shapes`` would put into the ledger: matrices by (kernel, algorithm)."""
+        found: Counter[tuple[str, str]] = Counter()
+        groups = self._groups_of(shapes, [dtype] * len(shapes), [with_index(device)] * len(shapes), steps)
+        for group, members in groups.items():
+            found[group.kernel, group.algorithm] += sum(num_matrices_of(shapes[index]) for index in members)
+        return found
+
+    def drop_graphs(self) -> None:
+        """Free the captured graphs and the memory behind them; a later call captures anew."""
+        self._graphs.clear()
 
     def _groups_of(
         self,
@@ -274,11 +302,19 @@ class NewtonSchulz:
         """Describe one matrix of ``shape`` for the choice of a form."""
         short_dim, long_dim = sorted(shape[-2:])
         compute = compute_dtype(dtype, device)
-        kernel: SymmetricKernel = active_kernel(self.choice, device)
-        if not kernel.serves(short_dim, long_dim, compute):
+        kernel = self._preferred(short_dim, long_dim, compute, device)
+        if self._falls_back or (kernel is not CUBLAS and self._avoids(kernel.name, short_dim, compute)):
             kernel = CUBLAS
         name = str(compute).removeprefix("torch.")
         return Form(kernel.name, 1, short_dim, long_dim, name, len(recipe.coefficients), len(recipe.restarts))
+
+    def _preferred(self, short_dim: int, long_dim: int, dtype: torch.dtype, device: torch.device) -> SymmetricKernel:
+        """Return the chosen kernel, or the fallback where that does not serve such matrices."""
+        kernel = active_kernel(self.choice, device)
+        return kernel if kernel.serves(short_dim, long_dim, dtype) else CUBLAS
+
+    def _avoids(self, kernel: str, short_dim: int, dtype: torch.dtype) -> bool:
+        return self.guard is not None and self.guard.avoids(kernel, short_dim, dtype)
 
     def _forms_of(
         self, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device, recipe: Recipe
@@ -290,6 +326,20 @@ class NewtonSchulz:
             if 0 not in shape:
                 counts[self._form_of(shape, dtype, device, recipe)] += num_matrices_of(shape)
         return [form.of(number) for form, number in counts.items()]
+
+    def _run_watched(self, group: Group, recipe: Recipe, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Run a group under the breaker of the kernel that was chosen for it, if that has one."""
+        long_dim = max(tensors[0].shape[-2:])
+        kernel = self._preferred(group.short_dim, long_dim, group.dtype, group.device)
+        if self.guard is None or self._falls_back or kernel is CUBLAS:
+            return self._run_group(group, recipe, tensors)
+        preferred, fallback = (replace(group, kernel=k.name) for k in (kernel, CUBLAS))
+        breaker = self.guard.breaker(kernel.name, group.short_dim, group.dtype)
+        runs = [lambda xs, g=g: self._run_group(g, recipe, xs) for g in (preferred, fallback)]
+        if group == preferred:
+            return self.guard.run(breaker, tensors, *runs)
+        self.guard.probe(breaker, tensors, *runs)
+        return self._run_group(group, recipe, tensors)
 
     def _run_group(self, group: Group, recipe: Recipe, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Normalise, iterate (in a graph on CUDA) and cast back; the order of ``tensors`` is kept."""
@@ -314,34 +364,6 @@ class NewtonSchulz:
             inputs = self._graphs.inputs(shapes, group.dtype, group.device)
             found = self._graphs.capture(key, inputs, lambda stacks: recipe.run(group, stacks, self._choices.entries))
         return found
-
-
-def _with_index(device: torch.device) -> torch.device:
-    """Return ``device`` as tensors on it name it."""
-    return torch.empty(0, device=device).device
-
-
-def _refuse_non_matrices(matrices: Sequence[Tensor]) -> None:
-    bad = [
-        f"[{index}] {tuple(g.shape)} {g.dtype}"
-        for index, g in enumerate(matrices)
-        if g.dim() < 2 or not g.dtype.is_floating_point
-    ]
-    if bad:
-        raise ValueError(
-            f"Newton-Schulz takes floating tensors [..., m, n], found {'; '.join(bad)}: cast integers to a floating "
-            "dtype, split complex tensors, and give vectors two dims or to AdamW"
-        )
-
-
-def _checked_restarts(restarts: Sequence[int]) -> tuple[int, ...]:
-    bad = [restart for restart in restarts if not isinstance(restart, int) or restart < 1]
-    if bad or len(set(restarts)) != len(restarts):
-        raise ValueError(
-            f"restart_iterations must be different whole steps of at least 1 (0-based; step 0 always starts anew), "
-            f"found {list(restarts)}"
-        )
-    return tuple(sorted(restarts))
 
 
 def newton_schulz(

@@ -10,6 +10,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from orchestrator import resources as r
+from orchestrator._client_kernels import KernelCalls
 from orchestrator.errors import Problem, RequestRefused, ServiceUnreachable
 from worker.contract.plan import PlanReport
 
@@ -26,7 +27,7 @@ class StreamEnd(BaseModel):
     message: str = ""
 
 
-class Client:
+class Client(KernelCalls):
     """Speaks to one service. Every method raises :class:`RequestRefused` or :class:`ServiceUnreachable`."""
 
     def __init__(
@@ -98,20 +99,6 @@ class Client:
     def routes(self, job_id: str) -> r.RoutesResource:
         """Return the routing table and what was counted."""
         return self._ask(r.RoutesResource, "GET", f"/v1/jobs/{job_id}/routes")
-
-    def kernels(self) -> r.KernelList:
-        """Return all kernels."""
-        return self._ask(r.KernelList, "GET", "/v1/kernels", timeout_s=120.0)
-
-    def breaker(self, kernel: str) -> r.BreakerResource:
-        """Return the breaker of a kernel."""
-        return self._ask(r.BreakerResource, "GET", f"/v1/kernels/{kernel}/breaker")
-
-    def change_breaker(self, kernel: str, change: r.BreakerChange) -> r.BreakerResource:
-        """Trip or reset the breaker of a kernel."""
-        headers = {"Content-Type": "application/json"}
-        path = f"/v1/kernels/{kernel}/breaker"
-        return self._ask(r.BreakerResource, "PUT", path, content=change.model_dump_json(), headers=headers)
 
     def _ask(
         self,

@@ -18,8 +18,8 @@ __all__ = [
     "LauncherUnavailable", "LeaseLost", "MethodNotAllowed", "NotFound", "PlanMismatch", "PlanRefusedProblem",
     "PlannerFailed", "PreconditionFailed", "Problem", "RayProcessError", "RequestRefused", "ServiceError",
     "ServiceUnreachable", "SettingsInvalid", "SpecInvalidProblem", "StaleWrite", "StartFailed", "StoreUnusable",
-    "SupervisorGone", "TooLarge", "Unauthorized", "UnsupportedType", "as_service_error", "error_of_status",
-    "field_errors_of",
+    "SupervisorGone", "SwapImpossible", "TooLarge", "Unauthorized", "UnsupportedType", "as_service_error",
+    "error_of_status", "field_errors_of",
 ]  # fmt: skip
 
 PROBLEM_TYPE = "application/problem+json"
@@ -188,6 +188,12 @@ class BreakerAbsent(Conflict):
     """The kernel has no breaker."""
 
     code, title = "breaker_absent", "This kernel has no breaker"
+
+
+class SwapImpossible(Conflict):
+    """A kernel swap cannot begin now."""
+
+    code, title = "swap_impossible", "The kernel cannot be swapped now"
 
 
 class PreconditionFailed(ServiceError, ValueError):

@@ -30,6 +30,7 @@ from orchestrator.store.jobs import (
 )
 from orchestrator.store.kernels import breaker_rows, effective_states, transition_counts
 from orchestrator.store.models import Attempt, Breaker, Job
+from orchestrator.store.swaps import runtime_counts, runtime_rows, runtime_states, swap_counts
 from orchestrator.timings import Histogram
 from orchestrator.totals import comm_sums, ns_sums, update_rms
 from worker.contract.kernels import BreakerState
@@ -103,7 +104,8 @@ class StoreCollector(Collector):
 def _add_job_series(series: JobSeries, session: Session, job: Job, breakers: Sequence[Breaker]) -> None:
     attempts = attempts_of(session, job.id)
     totals = totals_of(session, [row.id for row in attempts])
-    _add_job(series, job, attempts, breakers)
+    _add_job(series, job, attempts)
+    _add_breakers(series, session, job, attempts, breakers)
     _add_conditions(series, session, job)
     _add_plan(series, job.id, plan_of(session, job))
     _add_totals(series, job.id, totals)
@@ -133,20 +135,32 @@ def _add_service(families: Families, session: Session) -> None:
     families.add("dmuon_queue_depth", (), sum(states.get(state, 0) for state in waiting))
     below, number, total = queue_waits(session, QUEUE_WAIT_BOUNDS_S)
     families.add_buckets("dmuon_queue_wait_seconds", (), QUEUE_WAIT_BOUNDS_S, [*below, number], total)
-    for labels, count in transition_counts(session).items():
-        families.add("dmuon_breaker_transitions_total", labels, count)
+    by_operators, by_themselves = transition_counts(session), runtime_counts(session)
+    for labels in sorted({*by_operators, *by_themselves}):
+        number = by_operators.get(labels, 0) + by_themselves.get(labels, 0)
+        families.add("dmuon_breaker_transitions_total", labels, number)
+    for result, number in swap_counts(session).items():
+        families.add("dmuon_kernel_swaps_total", (result,), number)
     restarts = count_restarts(session)
     for reason in Reason:
         families.add("dmuon_restarts_total", (reason,), restarts.get(reason, 0))
 
 
-def _add_job(families: JobSeries, job: Job, attempts: Sequence[Attempt], breakers: Sequence[Breaker]) -> None:
+def _add_job(families: JobSeries, job: Job, attempts: Sequence[Attempt]) -> None:
     families.add("dmuon_job_info", (job.id, job.name, job.project), 1)
     for state in JobState:
         families.add("dmuon_job_state", (job.id, state), job.state == state)
     families.add("dmuon_job_attempts_total", (job.id,), len(attempts))
     families.add("dmuon_reports_dropped_total", (job.id,), sum(row.dropped for row in attempts))
-    for kernel, now in effective_states(breakers, job.id).items():
+
+
+def _add_breakers(
+    families: JobSeries, session: Session, job: Job, attempts: Sequence[Attempt], breakers: Sequence[Breaker]
+) -> None:
+    """The operator's word where there is one, else the worst state that a breaker of the last attempt came to."""
+    moved = runtime_states(runtime_rows(session, job.id, attempts[-1].number)) if attempts else {}
+    for kernel, said in effective_states(breakers, job.id).items():
+        now = moved.get(kernel, said) if said is BreakerState.CLOSED else said
         for breaker_state in BreakerState:
             families.add("dmuon_breaker_state", (job.id, kernel, breaker_state), now is breaker_state)
 
@@ -200,6 +214,10 @@ def _add_totals(families: JobSeries, job: str, totals: Totals) -> None:
         measured = [each for each in seconds if each is not None]
         if measured:
             families.add("dmuon_owner_compute_seconds_total", (job, str(rank)), sum(measured))
+    for kernel in sorted({kernel for report in reports for kernel in report.compared_launches}):
+        number = sum(report.compared_launches.get(kernel, 0) for report in reports)
+        families.add("dmuon_ns_compared_launches_total", (job, kernel), number)
+    families.add("dmuon_ns_fallback_calls_total", (job,), sum(report.fallback_calls for report in reports))
     families.add("dmuon_tokens_total", (job,), sum(report.tokens_total for report in reports))
     families.add("dmuon_steps_total", (job,), _sum_of_largest(totals, "steps_done"))
     families.add("dmuon_skipped_steps_total", (job,), _sum_of_largest(totals, "skipped_total"))

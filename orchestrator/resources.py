@@ -7,27 +7,32 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from orchestrator._kernel_resources import (
+    BreakerChange,
+    BreakerResource,
+    BreakerWord,
+    KernelList,
+    KernelResource,
+    RuntimeBreaker,
+    SwapList,
+    SwapRequest,
+    SwapResource,
+)
+from orchestrator._resource import Resource
 from worker.contract.errors import FieldError
-from worker.contract.kernels import BreakerState, Kernel
 from worker.contract.plan import ParameterPlan
 from worker.contract.spec import JobSpec
 
 __all__ = [
-    "AttemptResource", "BreakerChange", "BreakerResource", "CommFigures", "ConditionResource", "ErrorGroup",
-    "EventPage", "EventResource", "JobPage", "JobResource", "JobSummary", "KernelList", "KernelResource",
-    "MetricsPage", "NsFigures", "PlanSummary", "Progress", "RankFigures", "RouteFigures", "RoutesResource",
-    "StepPoint", "Validation",
+    "AttemptResource", "BreakerChange", "BreakerResource", "BreakerWord", "CommFigures", "ConditionResource",
+    "ErrorGroup", "EventPage", "EventResource", "JobPage", "JobResource", "JobSummary", "KernelList", "KernelResource",
+    "MetricsPage", "NsFigures", "PlanSummary", "Progress", "RankFigures", "Resource", "RouteFigures",
+    "RoutesResource", "RuntimeBreaker", "StepPoint", "SwapList", "SwapRequest", "SwapResource", "Validation",
 ]  # fmt: skip
 
 Value = str | int | float | bool | None
-
-
-class Resource(BaseModel):
-    """Base: frozen; unknown fields are passed over, so that an old client survives a new server."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
 
 
 class Progress(Resource):
@@ -54,7 +59,7 @@ class ConditionResource(Resource):
     reason: str
     message: str
     since: float
-    data: dict[str, Value] = {}
+    data: dict[str, Value] = Field(default_factory=dict)
 
 
 class ErrorGroup(Resource):
@@ -64,7 +69,7 @@ class ErrorGroup(Resource):
     type: str
     message: str
     ranks: tuple[int | None, ...]
-    fields: dict[str, str] = {}
+    fields: dict[str, str] = Field(default_factory=dict)
     traceback: str = ""
     """Of the first rank."""
 
@@ -148,7 +153,7 @@ class EventResource(Resource):
     at: float
     kind: str
     message: str
-    data: dict[str, Value] = {}
+    data: dict[str, Value] = Field(default_factory=dict)
 
 
 class EventPage(Resource):
@@ -250,50 +255,6 @@ class RoutesResource(Resource):
     """None with a baseline, as what was planned: torch counts none."""
     planned_ns_matrices: int | None
     verification: ConditionResource | None
-
-
-class KernelResource(Resource):
-    """A kernel: whether it can run here, and its breaker."""
-
-    kernel: Kernel
-    available: bool | None
-    """None when nobody could be asked."""
-    detail: str
-    breaker: BreakerState | None
-    """None for kernels that have none."""
-
-
-class KernelList(Resource):
-    """All kernels."""
-
-    kernels: tuple[KernelResource, ...]
-
-
-class BreakerResource(Resource):
-    """The breaker of a kernel; ``jobs`` holds the states of jobs that differ from ``state``."""
-
-    kernel: Kernel
-    state: BreakerState
-    reason: str
-    actor: str
-    changed_at: float | None
-    epoch: int
-    jobs: dict[str, BreakerState] = {}
-
-
-class BreakerChange(BaseModel):
-    """What an operator wants of a breaker."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        json_schema_extra={"examples": [{"action": "trip", "reason": "slow on long rows", "scope": "all"}]},
-    )
-
-    action: Literal["trip", "reset"]
-    """``trip`` sends the kernel's work to the fallback; ``reset`` lets the kernel run again."""
-    reason: str = Field(min_length=1, max_length=500)
-    scope: str = "all"
-    """``all`` (jobs that live and jobs to come), or the id of a job."""
 
 
 class Validation(Resource):

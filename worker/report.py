@@ -45,6 +45,7 @@ class StepFacts:
     kernel_epoch: int | None
     orthogonality_error: float | None
     ns_before: Mapping[tuple[str, str], ledger.NsCount]
+    fallback_calls: int = 0
 
 
 @dataclass(slots=True)
@@ -61,6 +62,7 @@ class Reporter:
     _seconds: float = 0.0
     _buckets: list[int] = field(default_factory=lambda: [0] * (len(STEP_SECONDS_BUCKETS) + 1))
     _ns_start: dict[tuple[str, str], ledger.NsCount] = field(default_factory=ledger.snapshot)
+    _compared_start: ledger.Launches = field(default_factory=ledger.LEDGER.compared)
     _process: psutil.Process = field(default_factory=psutil.Process)
 
     def report(self, facts: StepFacts) -> RankReport:
@@ -96,9 +98,19 @@ class Reporter:
             ),
             kernel=None if facts.kernel is None else Kernel(launched_kernel(facts.ns_before, counts) or facts.kernel),
             kernel_epoch=facts.kernel_epoch,
+            fallback_calls=facts.fallback_calls,
+            compared_launches=self._compared(),
             memory_bytes=self._memory_bytes(),
             lr=self.driver.rates(),
         )
+
+    def _compared(self) -> dict[Kernel, int]:
+        found: dict[Kernel, int] = {}
+        for key, number in ledger.LEDGER.compared().items():
+            kernel, more = Kernel(key[0]), number - self._compared_start.get(key, 0)
+            if more:
+                found[kernel] = found.get(kernel, 0) + more
+        return found
 
     def matrices(self) -> int:
         """Return the matrices that this rank has orthogonalised."""

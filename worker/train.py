@@ -28,7 +28,8 @@ from worker.contract.messages import NsTotals
 from worker.contract.spec import DmuonOptimizer
 from worker.control import Agreement, Directive
 from worker.corpus import Corpus, load_corpus
-from worker.kernels import KernelSwitch, ns_calls
+from worker.kernel_control import KernelControl
+from worker.kernels import KernelSwitch, NsCalls, ns_calls
 from worker.model import build_model
 from worker.optimizers import DmuonDriver, Driver, baseline_driver, dmuon_driver
 from worker.planner import job_plan
@@ -94,17 +95,21 @@ def _build(rank: Rank) -> _Loop:
     mesh = init_device_mesh(device.type, (spec.mesh.replicate, spec.mesh.shard), mesh_dim_names=("replicate", "shard"))
     driver: Driver
     switch: KernelSwitch | None = None
+    control: KernelControl | None = None
     if isinstance(plan, BaselinePlan):
         driver = baseline_driver(spec, model, mesh, device)
     else:
-        switch = KernelSwitch(spec.kernels, device, rank.mailbox.read().policy)
+        switch = KernelSwitch(spec.kernels, device, rank.mailbox.first)
         driver = dmuon_driver(spec, model, mesh, switch)
-        _prepare(rank, plan, switch)
+        calls = _ns_calls(rank, plan)
+        _prepare(rank, calls, switch)
+        control = KernelControl(rank.rank, switch, calls)
     exchange = Exchange(rank.store, rank.rank, spec.world_size, rank.settings.collective_timeout_s)
     checkpoints = open_checkpoints(rank, driver.checkpointed(exchange), corpus, plan.hash)
-    agreement = Agreement(rank.mailbox, timeout_s=rank.settings.collective_timeout_s)
+    voice = tuple[int, ...] if control is None else control.voice
+    agreement = Agreement(rank.mailbox, timeout_s=rank.settings.collective_timeout_s, voice=voice)
     reporter = Reporter(rank.rank, device, driver, checkpoints.first_step)
-    return _Loop(rank, corpus, plan, driver, switch, agreement, reporter, checkpoints)
+    return _Loop(rank, corpus, plan, driver, switch, control, agreement, reporter, checkpoints)
 
 
 def _confirm(rank: Rank, plan_hash: str, fingerprint: str) -> None:
@@ -131,15 +136,18 @@ def _confirm(rank: Rank, plan_hash: str, fingerprint: str) -> None:
     tell(rank, "plan_confirmed", message, rank_zero_only=True, plan_hash=plan_hash, data_fingerprint=fingerprint)
 
 
-def _prepare(rank: Rank, plan: dmuon.RuntimePlan, switch: KernelSwitch) -> None:
+def _ns_calls(rank: Rank, plan: dmuon.RuntimePlan) -> NsCalls:
+    assert isinstance(rank.spec.optimizer, DmuonOptimizer)
+    return ns_calls(plan, rank.spec.optimizer.muon.ns_steps, rank.spec.world_size)
+
+
+def _prepare(rank: Rank, calls: NsCalls, switch: KernelSwitch) -> None:
     """Measure on rank 0, take its choices over on every rank so that all compute the same bits, and compile.
 
     On a CPU nothing is compiled, and the rule that counts FLOPs decides: a spec gives the same bits every time.
     """
     if rank.device.type == "cpu" or not rank.settings.prepare_kernels:
         return
-    assert isinstance(rank.spec.optimizer, DmuonOptimizer)
-    calls = ns_calls(plan, rank.spec.optimizer.muon.ns_steps, rank.spec.world_size)
     if rank.rank == 0:
         choices = switch.measure(calls, lambda message: _log.info("Newton-Schulz: %s", message))
         rank.store.set(_CHOICES, json.dumps(choices.to_json()))
@@ -163,6 +171,7 @@ class _Loop:
     driver: Driver
     switch: KernelSwitch | None
     """Of the runtime's Newton-Schulz; None with a baseline, which has its own."""
+    control: KernelControl | None
     agreement: Agreement
     reporter: Reporter
     checkpoints: RunCheckpoints
@@ -191,17 +200,17 @@ class _Loop:
         return Outcome.COMPLETED
 
     def _apply(self, directive: Directive, step: int) -> None:
-        if self.switch is None or not isinstance(self.driver, DmuonDriver):
+        if self.switch is None or self.control is None or not isinstance(self.driver, DmuonDriver):
             return
-        changed = self.switch.apply(directive.policy, step + 1)
-        if changed is not None:
-            self.driver.optimizer.set_newton_schulz(self.switch.newton_schulz)
-            if self.rank.rank == 0:  # all ranks change at one agreed step: once said is enough
-                self.rank.sink(changed)
+        for note in self.control.begin(directive, step + 1):
+            self.rank.sink(note)
+        self.driver.optimizer.set_newton_schulz(self.switch.newton_schulz)
 
     def _kernels(self) -> KernelRecord:
-        epoch = None if self.switch is None else self.switch.epoch
-        return kernel_record(self.rank.spec, self.rank.device, epoch)
+        if self.switch is None:
+            return kernel_record(self.rank.spec, self.rank.device, None)
+        spec = self.rank.spec.model_copy(update={"kernels": self.switch.spec})  # as swapped since
+        return kernel_record(spec, self.rank.device, self.switch.epoch)
 
     def _step(self, step: int) -> None:
         begin, spec = time.perf_counter(), self.rank.spec
@@ -228,9 +237,13 @@ class _Loop:
             kernel_epoch=None if self.switch is None else self.switch.epoch,
             orthogonality_error=None if self.switch is None else self.switch.newton_schulz.last_error,
             ns_before=before,
+            fallback_calls=0 if self.switch is None else self.switch.guard.fallback_calls,
         )
         report = self.reporter.report(facts)
         self.rank.sink(report)
+        if self.control is not None:
+            for note in self.control.end(step + 1, skipped=report.skipped):
+                self.rank.sink(note)
         self.ns = report.ns
         if isinstance(self.plan, dmuon.RuntimePlan) and not self.verified and report.skipped_total == 0:
             self.verified = True

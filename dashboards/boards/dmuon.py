@@ -167,12 +167,21 @@ KERNELS = RowSpec(
             width=12,
         ),
         PanelSpec(
+            title="Calls done by the fallback",
+            question="How often did a kernel fail so that the fallback had to do its call?",
+            when_red="Any: the job's kernel_failed events have rank, step and cause; the breaker opens by itself.",
+            queries=(Query(rate("dmuon_ns_fallback_calls_total"), "calls a second"),),
+            minimum=0,
+            width=6,
+        ),
+        PanelSpec(
             title="Newton-Schulz error",
             question="How far from 1 was the worst squared singular value of a sampled update?",
             when_red="A kernel or a coefficient set that does not converge: trip the kernel's breaker and compare.",
             queries=(Query(f"dmuon_ns_orthogonality_error{JOB}", "largest deviation"),),
             minimum=0,
             warn_above=0.6,
+            width=6,
         ),
         PanelSpec(
             title="Seconds in Newton-Schulz",
@@ -181,6 +190,7 @@ KERNELS = RowSpec(
             queries=(Query(rate("dmuon_ns_seconds_total", "kernel, algorithm"), "{{kernel}} {{algorithm}}"),),
             unit="s",
             minimum=0,
+            width=6,
         ),
         PanelSpec(
             title="Kernel epoch by rank",
@@ -188,6 +198,7 @@ KERNELS = RowSpec(
             when_red="Ranks that stay apart for more than a report interval mean mixed kernels: cancel the job.",
             queries=(Query(f"dmuon_kernel_epoch{JOB}", "rank {{rank}}"),),
             minimum=0,
+            width=6,
         ),
     ),
 )

@@ -16,6 +16,7 @@ JOBS = RowSpec(
             when_red="Many QUEUED: not enough room, see capacity. Many FAILED: read 'Jobs that ended, by reason'.",
             queries=(Query("dmuon_jobs > 0", "{{state}}"),),
             minimum=0,
+            width=12,
         ),
         PanelSpec(
             title="Live jobs and their states",
@@ -28,6 +29,7 @@ JOBS = RowSpec(
             ),
             kind="stat",
             named=True,
+            width=12,
         ),
         PanelSpec(
             title="Jobs that ended, by reason, in an hour",
@@ -38,6 +40,7 @@ JOBS = RowSpec(
             kind="bargauge",
             minimum=0,
             filled_by="a job that ends",
+            width=8,
         ),
         PanelSpec(
             title="Restarts by reason, in an hour",
@@ -47,6 +50,17 @@ JOBS = RowSpec(
             kind="bargauge",
             minimum=0,
             warn_above=3,
+            width=8,
+        ),
+        PanelSpec(
+            title="Kernel swaps by result, in a day",
+            question="How many swaps of a running job's kernel were committed, and how many were taken back?",
+            when_red="rolled_back: the swap's message names the rank and the reason; the job trains on as before.",
+            queries=(Query("increase(dmuon_kernel_swaps_total[1d])", "{{result}}"),),
+            kind="bargauge",
+            minimum=0,
+            filled_by="the first kernel swap",
+            width=8,
         ),
         PanelSpec(
             title="Throughput by job",
@@ -54,6 +68,7 @@ JOBS = RowSpec(
             when_red="A job far below its usual rate: open its board, and look at exposed communication first.",
             queries=(Query(f"sum by (job) (rate(dmuon_tokens_total{RATE}))", "{{job}}"),),
             minimum=0,
+            width=12,
         ),
         PanelSpec(
             title="Overlap by job",
@@ -72,6 +87,7 @@ JOBS = RowSpec(
             unit="percentunit",
             maximum=1,
             warn_below=0.5,
+            width=12,
         ),
     ),
 )

@@ -8,9 +8,11 @@ from dmuon_runtime.kernels._registry import (
     default_device,
     get_backend_status,
     get_ns_backend,
+    kernel_names,
+    registered_kernel,
 )
 
 __all__ = [
     "KERNELS", "KERNEL_NAMES", "KernelUnavailable", "SymmetricKernel", "default_device", "get_backend_status",
-    "get_ns_backend", "syrk_quack",
+    "get_ns_backend", "kernel_names", "registered_kernel", "syrk_quack",
 ]  # fmt: skip

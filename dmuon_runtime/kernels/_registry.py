@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,6 +29,8 @@ __all__ = [
     "default_device",
     "get_backend_status",
     "get_ns_backend",
+    "kernel_names",
+    "registered_kernel",
     "say_what_auto_is",
 ]  # fmt: skip
 
@@ -38,6 +42,7 @@ KERNELS: Final[dict[str, SymmetricKernel]] = {
     kernel.name: kernel for kernel in (Quack(), CuteSm80(), Blocked(), CUBLAS)
 }
 KERNEL_NAMES: Final = (AUTO, *KERNELS)
+"""Those that come with the runtime."""
 _DETECTION_ORDER: Final = ("quack", "cute_sm80")
 _warned: set[str] = set()
 _said: set[tuple[str, str]] = set()
@@ -49,6 +54,28 @@ class KernelChoice:
 
     name: str
     decided_by: str
+
+
+def kernel_names() -> tuple[str, ...]:
+    """What may be asked for by name now."""
+    return (AUTO, *KERNELS)
+
+
+@contextmanager
+def registered_kernel(kernel: SymmetricKernel) -> Iterator[None]:
+    """Let ``kernel`` be chosen by its name in this process; it stands in for one of that name until the end.
+
+    For kernels of one's own and for tests: a job spec knows the names that come with the runtime alone.
+    """
+    before = KERNELS.get(kernel.name)
+    KERNELS[kernel.name] = kernel
+    try:
+        yield
+    finally:
+        if before is None:
+            del KERNELS[kernel.name]
+        else:
+            KERNELS[kernel.name] = before
 
 
 def default_device() -> torch.device:
@@ -63,8 +90,8 @@ def decide_choice(argument: str, environment: str | None, deterministic: bool) -
         ValueError: a name that is no kernel.
     """
     for name, source in ((argument, "kernel"), (environment or AUTO, "DMUON_NS_KERNEL")):
-        if name not in KERNEL_NAMES:
-            raise ValueError(f"{source}={name!r} is no Newton-Schulz kernel; there are {', '.join(KERNEL_NAMES)}")
+        if name not in kernel_names():
+            raise ValueError(f"{source}={name!r} is no Newton-Schulz kernel; there are {', '.join(kernel_names())}")
     if argument != AUTO:
         return KernelChoice(argument, "argument")
     if environment is not None and environment != AUTO:

@@ -12,7 +12,19 @@ from orchestrator import resources as r
 from orchestrator.api.auth import Principal, require
 from orchestrator.api.service import Service, ServiceOf, reply
 from orchestrator.errors import BreakerAbsent, NotFound, PlannerFailed, PreconditionFailed
-from orchestrator.store.kernels import ALL, SWITCHABLE, breaker_rows, effective_states, set_breaker, version_of
+from orchestrator.store.attempts import last_attempt
+from orchestrator.store.jobs import LIVE, jobs_in
+from orchestrator.store.kernels import (
+    ALL,
+    SWITCHABLE,
+    breaker_rows,
+    effective_states,
+    history,
+    set_breaker,
+    version_of,
+)
+from orchestrator.store.models import BreakerTransition, RuntimeTransition
+from orchestrator.store.swaps import runtime_rows
 from worker.contract.kernels import FALLBACK_KERNEL, BreakerState, Kernel, KernelAvailability
 
 __all__ = ["router"]
@@ -20,7 +32,15 @@ __all__ = ["router"]
 router = APIRouter(prefix="/v1", tags=["kernels"])
 Reader = Annotated[Principal, Depends(require("jobs:read"))]
 Operator = Annotated[Principal, Depends(require("kernels:operate"))]
-_STATES = {"trip": BreakerState.FORCED_OPEN, "reset": BreakerState.CLOSED}
+_STATES = {
+    "trip": BreakerState.FORCED_OPEN,
+    "force": BreakerState.FORCED_OPEN,
+    "reset": BreakerState.CLOSED,
+    "disable": BreakerState.DISABLED,
+    "observe": BreakerState.METRICS_ONLY,
+}
+_SHOWN = 20
+"""Words of a breaker's history that an answer has."""
 
 
 @router.get("/kernels", response_model=r.KernelList)
@@ -77,7 +97,31 @@ def _breaker(session: Session, kernel: Kernel) -> r.BreakerResource:
         changed_at=None if common is None else common.changed_at,
         epoch=version_of(session, kernel),
         jobs={row.scope: BreakerState(row.state) for row in rows if row.scope != ALL},
+        expires_at=None if common is None else common.expires_at,
+        runtime=_runtime(session, kernel),
+        history=tuple(_word(row) for row in history(session, kernel, _SHOWN)),
     )
+
+
+def _word(row: BreakerTransition) -> r.BreakerWord:
+    names = r.BreakerWord.model_fields
+    return r.BreakerWord.model_validate({name: getattr(row, name) for name in names})
+
+
+def _moved(row: RuntimeTransition) -> r.RuntimeBreaker:
+    names = ("attempt", "size_class", "dtype", "reason", "step", "at")
+    fields = {name: getattr(row, name) for name in names}
+    return r.RuntimeBreaker(job=row.job_id, state=BreakerState(row.to_state), **fields)
+
+
+def _runtime(session: Session, kernel: Kernel) -> tuple[r.RuntimeBreaker, ...]:
+    """Breakers of live jobs that moved by themselves and are not closed."""
+    found: list[r.RuntimeBreaker] = []
+    for job in jobs_in(session, *LIVE):
+        attempt = last_attempt(session, job.id)
+        rows = [] if attempt is None else runtime_rows(session, job.id, attempt.number)
+        found += [_moved(row) for row in rows if row.kernel == kernel and row.to_state != BreakerState.CLOSED]
+    return tuple(found)
 
 
 def _tag(breaker: r.BreakerResource) -> dict[str, str]:
@@ -100,8 +144,8 @@ def change(
     wanted: r.BreakerChange,
     if_match: Annotated[str | None, Header(alias="If-Match")] = None,
 ) -> Response:
-    """Trip or reset a breaker, for the jobs that live and those to come, or for one job."""
-    which = _switchable(kernel)
+    """Trip, reset, pin or observe a breaker, for the jobs that live and those to come, or for one job."""
+    which, now = _switchable(kernel), service.clock()
     with service.database.write() as session:
         current = f'"{version_of(session, which)}"'
         if if_match not in (None, "*", current):
@@ -115,7 +159,8 @@ def change(
             scope=wanted.scope,
             reason=wanted.reason,
             actor=principal.name,
-            now=service.clock(),
+            now=now,
+            expires_at=None if wanted.expires_in_s is None else now + wanted.expires_in_s,
         )
         session.flush()
         breaker = _breaker(session, which)

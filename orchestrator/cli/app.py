@@ -18,6 +18,7 @@ from orchestrator import resources as r
 from orchestrator.cli import _console as c
 from orchestrator.cli.demo import run_demo
 from orchestrator.cli.follow import follow
+from orchestrator.cli.kernels import AsJson, Url, add_kernel_commands
 from orchestrator.cli.report import collect_report, render_plan, render_report
 from orchestrator.cli.serving import down as end_service
 from orchestrator.cli.serving import up as run_service
@@ -27,8 +28,7 @@ from orchestrator.settings import Settings
 __all__ = ["app", "main"]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Submit, watch and steer training jobs.")
-Url = Annotated[str | None, typer.Option(help="Address of the service; by default the one of the state directory.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the document for a program.")]
+add_kernel_commands(app)
 SpecFile = Annotated[Path, typer.Argument(help="Job spec, YAML or JSON.")]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Stay until the end.")]
 
@@ -196,44 +196,6 @@ def cancel(job_id: str, url: Url = None, as_json: AsJson = False) -> None:
     if as_json:
         return c.print_json(job)
     c.console.print(f"job {job.id} is {job.state}", markup=False)
-
-
-@app.command()
-def kernels(url: Url = None, as_json: AsJson = False) -> None:
-    """List kernels: which can run, and their breakers."""
-    with c.connected(url) as client:
-        found = client.kernels()
-    if as_json:
-        return c.print_json(found)
-    for kernel in found.kernels:
-        able = {True: "available", False: "unavailable", None: "unknown"}[kernel.available]
-        c.console.print(f"{kernel.kernel:<10} {able:<12} {kernel.breaker or '-':<12} {kernel.detail}", markup=False)
-
-
-Reason = Annotated[str, typer.Option(help="Why; it stands in every event.")]
-Scope = Annotated[str, typer.Option(help="'all', or the id of a job.")]
-
-
-@app.command()
-def trip(kernel: str, reason: Reason, scope: Scope = "all", url: Url = None, as_json: AsJson = False) -> None:
-    """Send a kernel's work to the fallback, in running jobs too."""
-    _change(kernel, r.BreakerChange(action="trip", reason=reason, scope=scope), url, as_json)
-
-
-@app.command()
-def reset(kernel: str, reason: Reason, scope: Scope = "all", url: Url = None, as_json: AsJson = False) -> None:
-    """Let a kernel run again."""
-    _change(kernel, r.BreakerChange(action="reset", reason=reason, scope=scope), url, as_json)
-
-
-def _change(kernel: str, change: r.BreakerChange, url: str | None, as_json: bool) -> None:
-    with c.connected(url) as client:
-        breaker = client.change_breaker(kernel, change)
-    if as_json:
-        return c.print_json(breaker)
-    c.console.print(
-        f"{breaker.kernel}: {breaker.state} (epoch {breaker.epoch}) {dict(breaker.jobs) or ''}", markup=False
-    )
 
 
 @app.command()

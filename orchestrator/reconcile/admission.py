@@ -14,6 +14,7 @@ from orchestrator.store.attempts import last_attempt, new_attempt
 from orchestrator.store.jobs import jobs_in
 from orchestrator.store.kernels import breaker_rows, policy_for
 from orchestrator.store.models import Job
+from orchestrator.store.swaps import swaps_of
 from orchestrator.store.transitions import change_state, locked_job, set_condition
 from worker.contract.spec import JobSpec
 from worker.contract.states import JobState, Reason
@@ -70,7 +71,7 @@ def _apply(context: Context, job: Job, decision: Admission) -> bool:
                 _refuse(session, context, job, decision, now)
             else:
                 row = change_state(session, job.id, JobState.STARTING, guard=context.guard(job), now=now)
-                policy = policy_for(breaker_rows(session), job.id)
+                policy = policy_for(breaker_rows(session), swaps_of(session, job.id), job.id)
                 attempt = new_attempt(session, row, now=now, epoch=policy.epoch)
                 set_condition(session, row, CONDITION, "True", "admitted", f"attempt {attempt.number} starts", now=now)
     except StaleWrite:

@@ -19,6 +19,7 @@ from orchestrator.store.attempts import append_batch, attempt_by_id, last_attemp
 from orchestrator.store.jobs import find_job, plan_of
 from orchestrator.store.kernels import breaker_rows, policy_for
 from orchestrator.store.models import Attempt, Job
+from orchestrator.store.swaps import close_swaps, swaps_of
 from orchestrator.store.transitions import Value, add_event, change_state, locked_job, set_condition
 from worker.contract.kernels import KernelPolicy
 from worker.contract.messages import AttemptStart, PollBatch, StopRequest
@@ -77,7 +78,7 @@ def _look(session: Session, job_id: str) -> _Seen | None:
     if attempt is None or JobState(job.state) not in (JobState.STARTING, JobState.RUNNING, JobState.STOPPING):
         return None
     spec = JobSpec.model_validate_json(job.spec)
-    return _Seen(job, attempt, spec, policy_for(breaker_rows(session), job_id))
+    return _Seen(job, attempt, spec, policy_for(breaker_rows(session), swaps_of(session, job_id), job_id))
 
 
 def _advance(context: Context, seen: _Seen) -> bool:
@@ -217,6 +218,7 @@ def _finish(context: Context, seen: _Seen, end: End, *, gone: bool) -> None:
         attempt = attempt_by_id(session, seen.attempt.id)
         if attempt.ended_at is None:
             attempt.ended_at, attempt.end_reason, attempt.end_message = now, end.reason, end.message
+        close_swaps(session, locked_job(session, seen.job.id), end.message, now=now)
         guard, new = context.guard(seen.job), end.reason.end_state
         change_state(session, seen.job.id, new, guard=guard, now=now, reason=end.reason, message=end.message)
     context.changed()
@@ -235,6 +237,7 @@ def _send_policy(context: Context, seen: _Seen) -> None:
         attempt_by_id(session, seen.attempt.id).epoch_sent = seen.policy.epoch
         tripped = ", ".join(sorted(seen.policy.tripped)) or "none"
         message = f"kernel policy {seen.policy.epoch} was handed to attempt {seen.attempt.number}; tripped: {tripped}"
+        message += "" if seen.policy.swap is None else f"; swap to {seen.policy.swap.target}"
         data: dict[str, Value] = {"epoch": seen.policy.epoch, "tripped": tripped}
         add_event(session, job, "kernels_sent", message, now=context.clock(), data=data)
     context.changed()

@@ -21,6 +21,7 @@ from orchestrator.reconcile.planning import plan_submitted
 from orchestrator.store.database import Database
 from orchestrator.store.idempotency import forget_old
 from orchestrator.store.jobs import jobs_in
+from orchestrator.store.kernels import breaker_rows, expire_breakers
 from orchestrator.store.leases import acquire, release
 from orchestrator.store.transitions import LEASE
 from worker.contract.states import JobState
@@ -97,6 +98,7 @@ class Reconciler:
         if not self._has_lease():
             return
         began = time.perf_counter()
+        self._expire()
         admit_queued(self.context)
         with self.context.database.read() as session:
             jobs = jobs_in(session, JobState.STARTING, JobState.RUNNING, JobState.STOPPING)
@@ -138,6 +140,15 @@ class Reconciler:
         except LauncherUnavailable as error:
             self.capacity = None
             _log.warning("the cluster's capacity is not known: %s", error)
+
+    def _expire(self) -> None:
+        with self.context.database.read() as session:
+            now = self.context.clock()
+            due = any(row.expires_at is not None and row.expires_at <= now for row in breaker_rows(session))
+        if due:
+            with self.context.database.write() as session:
+                expire_breakers(session, now=now)
+            self.context.changed()
 
     def _sweep(self) -> None:
         now = self.context.clock()

@@ -9,6 +9,7 @@ from sqlalchemy import func, insert, select
 from sqlalchemy.orm import Session, aliased
 
 from orchestrator.store.models import Attempt, Job, RankErrorRow, RankReportRow, RankTotals
+from orchestrator.store.swaps import close_swaps, note_milestone
 from orchestrator.store.transitions import add_event
 from worker.contract.errors import ErrorValue
 from worker.contract.messages import AttemptEnd, Entry, Milestone, PollBatch, RankError, RankReport
@@ -81,6 +82,7 @@ def append_batch(session: Session, job: Job, attempt: Attempt, batch: PollBatch)
         elif isinstance(body, AttemptEnd):
             attempt.ended_at, attempt.end_reason, attempt.end_message = body.at, body.reason, body.message
             add_event(session, job, "attempt_end", body.message, now=body.at, data={"reason": body.reason})
+            close_swaps(session, job, body.message, now=body.at)
     attempt.cursor = max([attempt.cursor, *(entry.seq for entry in fresh)])
     attempt.dropped = max(attempt.dropped, batch.dropped)
     attempt.alive_ranks = batch.alive_ranks
@@ -92,6 +94,7 @@ def _append_milestone(session: Session, job: Job, attempt: Attempt, body: Milest
         attempt.placed_at = attempt.placed_at or body.at
     elif body.name == "group_formed":
         attempt.formed_at = attempt.formed_at or body.at
+    note_milestone(session, job, attempt, body)
     data = {**body.data, "attempt": attempt.number, "rank": body.rank}
     add_event(session, job, body.name, body.message, now=body.at, data=data)
 

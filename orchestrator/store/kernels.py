@@ -9,14 +9,15 @@ from sqlalchemy.orm import Session
 
 from orchestrator.errors import JobFinished
 from orchestrator.store.jobs import LIVE, WAITING, jobs_in
-from orchestrator.store.models import Breaker, BreakerTransition, Job
+from orchestrator.store.models import Breaker, BreakerTransition, Job, KernelSwap
+from orchestrator.store.swaps import next_number, order_of, target_of
 from orchestrator.store.transitions import Value, add_event, locked_job
 from worker.contract.kernels import FALLBACK_KERNEL, BreakerState, Kernel, KernelPolicy
 from worker.contract.states import JobState
 
 __all__ = [
-    "ALL", "SWITCHABLE", "breaker_rows", "effective_states", "policy_for", "set_breaker", "transition_counts",
-    "version_of",
+    "ALL", "SWITCHABLE", "breaker_rows", "effective_states", "expire_breakers", "history", "policy_for", "set_breaker",
+    "transition_counts", "version_of",
 ]  # fmt: skip
 
 ALL = "all"
@@ -38,12 +39,19 @@ def effective_states(rows: Iterable[Breaker], job_id: str) -> dict[Kernel, Break
     return states
 
 
-def policy_for(rows: Sequence[Breaker], job_id: str) -> KernelPolicy:
-    """Return what a job may launch. Its epoch is that of the last change which concerned it."""
+def policy_for(rows: Sequence[Breaker], swaps: Sequence[KernelSwap], job_id: str) -> KernelPolicy:
+    """Return what a job may launch. Its epoch is that of the last word, on a breaker or a swap, which concerned it."""
     states = effective_states(rows, job_id)
+    concerned = [row for row in rows if row.scope in (ALL, job_id)]
+    resets = {Kernel(row.kernel): row.epoch for row in concerned if row.state == BreakerState.CLOSED}
     return KernelPolicy(
-        epoch=max((row.epoch for row in rows if row.scope in (ALL, job_id)), default=0),
+        epoch=max((*(row.epoch for row in concerned), *(row.number for row in swaps)), default=0),
         tripped=frozenset(kernel for kernel, state in states.items() if state in _TRIPPED),
+        disabled=frozenset(kernel for kernel, state in states.items() if state is BreakerState.DISABLED),
+        metrics_only=frozenset(kernel for kernel, state in states.items() if state is BreakerState.METRICS_ONLY),
+        resets=resets,
+        target=target_of(swaps),
+        swap=order_of(swaps),
     )
 
 
@@ -54,11 +62,19 @@ def version_of(session: Session, kernel: Kernel) -> int:
 
 
 def set_breaker(
-    session: Session, kernel: Kernel, state: BreakerState, *, scope: str, reason: str, actor: str, now: float
+    session: Session,
+    kernel: Kernel,
+    state: BreakerState,
+    *,
+    scope: str,
+    reason: str,
+    actor: str,
+    now: float,
+    expires_at: float | None = None,
 ) -> int:
     """Set a breaker for all jobs or for one, with an event on every job that it concerns.
 
-    A word for all jobs replaces earlier words for single ones.
+    A word for all jobs replaces earlier words for single ones. At ``expires_at`` it is closed again.
 
     Returns:
         The new epoch.
@@ -69,12 +85,13 @@ def set_breaker(
     """
     rows = breaker_rows(session)
     old = _state_in(rows, kernel, scope)
-    epoch = int(session.scalar(select(func.max(BreakerTransition.epoch))) or 0) + 1
+    epoch = next_number(session)
     affected = _affected(session, scope)
     if scope == ALL:
         session.execute(delete(Breaker).where(Breaker.kernel == kernel, Breaker.scope != ALL))
     row = session.get(Breaker, (kernel, scope)) or Breaker(kernel=kernel, scope=scope)
     row.state, row.reason, row.actor, row.changed_at, row.epoch = state, reason, actor, now, epoch
+    row.expires_at = expires_at
     session.add(row)
     session.add(
         BreakerTransition(
@@ -92,6 +109,32 @@ def set_breaker(
         }
         add_event(session, locked_job(session, job.id), "breaker", message, now=now, data=data)
     return epoch
+
+
+def expire_breakers(session: Session, *, now: float) -> int:
+    """Close the breakers whose word has expired; return how many."""
+    due = [row for row in breaker_rows(session) if row.expires_at is not None and row.expires_at <= now]
+    for row in due:
+        reason = f"{row.state} by {row.actor} ({row.reason}) has expired"
+        try:
+            set_breaker(
+                session,
+                Kernel(row.kernel),
+                BreakerState.CLOSED,
+                scope=row.scope,
+                reason=reason,
+                actor="expiry",
+                now=now,
+            )
+        except JobFinished:
+            session.delete(row)  # nobody is left whom it concerns
+    return len(due)
+
+
+def history(session: Session, kernel: Kernel, limit: int) -> Sequence[BreakerTransition]:
+    """Return the last words on a kernel, newest first."""
+    query = select(BreakerTransition).where(BreakerTransition.kernel == kernel)
+    return session.scalars(query.order_by(BreakerTransition.epoch.desc()).limit(limit)).all()
 
 
 def _state_in(rows: Iterable[Breaker], kernel: Kernel, scope: str) -> BreakerState:

@@ -7,7 +7,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 __all__ = [
     "Attempt", "Base", "Breaker", "BreakerTransition", "Condition", "Event", "IdempotencyKey", "Job", "JobLabel",
-    "Lease", "Plan", "RankErrorRow", "RankReportRow", "RankTotals",
+    "KernelSwap", "Lease", "Plan", "RankErrorRow", "RankReportRow", "RankTotals", "RuntimeTransition",
 ]  # fmt: skip
 
 _Big = BigInteger().with_variant(Integer, "sqlite")
@@ -187,6 +187,8 @@ class Breaker(Base):
     actor: Mapped[str] = mapped_column(String(64))
     changed_at: Mapped[float] = mapped_column(Float)
     epoch: Mapped[int] = mapped_column(Integer)
+    expires_at: Mapped[float | None] = mapped_column(Float)
+    """When the breaker goes back to closed by itself; None: not before somebody says so."""
 
 
 class BreakerTransition(Base):
@@ -201,6 +203,47 @@ class BreakerTransition(Base):
     to_state: Mapped[str] = mapped_column(String(16))
     reason: Mapped[str] = mapped_column(Text)
     actor: Mapped[str] = mapped_column(String(64))
+    at: Mapped[float] = mapped_column(Float)
+
+
+class KernelSwap(Base):
+    """The swap of a running job's kernel. ``number`` is in one order with the epochs of breakers."""
+
+    __tablename__ = "kernel_swaps"
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), index=True)
+    number: Mapped[int] = mapped_column(Integer, unique=True)
+    attempt: Mapped[int] = mapped_column(Integer)
+    target: Mapped[str] = mapped_column(Text)
+    deadline_s: Mapped[float] = mapped_column(Float)
+    state: Mapped[str] = mapped_column(String(16))
+    reason: Mapped[str] = mapped_column(Text)
+    actor: Mapped[str] = mapped_column(String(64))
+    requested_at: Mapped[float] = mapped_column(Float)
+    changed_at: Mapped[float] = mapped_column(Float)
+    epoch: Mapped[int | None] = mapped_column(Integer)
+    """Of the ranks, from the change on; None before."""
+    step: Mapped[int | None] = mapped_column(_Big)
+    """The first that the new kernel did."""
+    message: Mapped[str] = mapped_column(Text, default="")
+
+
+class RuntimeTransition(Base):
+    """A move that a job's breaker made by itself."""
+
+    __tablename__ = "runtime_transitions"
+
+    id: Mapped[int] = mapped_column(_Big, primary_key=True, autoincrement=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), index=True)
+    attempt: Mapped[int] = mapped_column(Integer)
+    kernel: Mapped[str] = mapped_column(String(32))
+    size_class: Mapped[int] = mapped_column(_Big)
+    dtype: Mapped[str] = mapped_column(String(16))
+    from_state: Mapped[str] = mapped_column(String(16))
+    to_state: Mapped[str] = mapped_column(String(16))
+    reason: Mapped[str] = mapped_column(Text)
+    step: Mapped[int] = mapped_column(_Big)
     at: Mapped[float] = mapped_column(Float)
 
 

@@ -25,7 +25,17 @@ def launches(client: Client, job_id: str) -> dict[str, int]:
     return counted
 
 
-def test_a_tripped_breaker_changes_what_a_running_job_launches(service: OwnService) -> None:
+def swapped(client: Client, job_id: str, **target: Any) -> r.SwapResource:
+    """Ask for a swap and wait for its end."""
+    asked = client.swap(job_id, r.SwapRequest(reason="a test", **target))
+    deadline = time.monotonic() + 60
+    while not asked.final and time.monotonic() < deadline:
+        time.sleep(0.1)
+        asked = client.swap_state(job_id, asked.id)
+    return asked
+
+
+def test_a_breaker_and_swaps_change_what_a_running_job_launches(service: OwnService) -> None:
     with service.client() as client:
         job = submit(client, small(kernels={"kernel": "blocked"}, training={"steps": 4000}))
         wait_for(client, job.id, lambda seen: seen.progress.step >= 5)
@@ -41,6 +51,16 @@ def test_a_tripped_breaker_changes_what_a_running_job_launches(service: OwnServi
         assert len(changed) == 1 and "cublas" in changed[0].message
         client.change_breaker("blocked", r.BreakerChange(action="reset", reason="the test is over", scope=job.id))
         wait_for(client, job.id, lambda _: launches(client, job.id)["blocked"] > after["blocked"])
+
+        done = swapped(client, job.id, kernel="cublas", algorithm="direct")
+        assert done.state == "committed" and done.step is not None and done.epoch is not None, done
+        here = {entry.algorithm for entry in client.routes(job.id).ns if entry.kernel == "cublas"}
+        assert "direct" in here
+        refused = swapped(client, job.id, kernel="quack")
+        assert refused.state == "rolled_back" and "needs an SM90+ CUDA device, found cpu" in refused.message, refused
+        seen = wait_for(client, job.id, lambda now: now.progress.step > (done.step or 0) + 20)
+        kinds = [event.kind for event in client.events(job.id).events]
+        assert kinds.count("swap_committed") == kinds.count("swap_rolled_back") == 1 and not seen.terminal
         verification = client.routes(job.id).verification
         assert verification is not None and verification.status == "True", "a switch loses no matrix"
         client.cancel(job.id)

@@ -135,6 +135,7 @@ def make_report(
         routes=(RouteStats(route="muon", update_square_sum=4.0 * (rank + 1), elements=4),),
         kernel=Kernel.CUBLAS,
         kernel_epoch=0,
+        compared_launches={Kernel.BLOCKED: 20},
         memory_bytes=1 << 20,
         lr={"muon": 0.02, "adamw": 0.001},
     )  # fmt: skip

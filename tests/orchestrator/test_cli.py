@@ -199,3 +199,19 @@ def test_control_c_detaches_and_says_how_to_come_back(
     output = run("submit", write_spec(tmp_path), "--follow")
     assert "dmuonctl get" in output and "goes on" in output
     assert world.client.get("/v1/jobs").json()["jobs"][0]["state"] == "SUBMITTED"
+
+
+def test_kernels_are_steered_from_the_command_line(world: World, client: Client) -> None:
+    job = world.running()
+    said = run("swap", job, "--kernel", "blocked", "--algorithm", "direct", "--reason", "better", "--wait", "0")
+    assert "kernel blocked, algorithm direct: requested" in said
+    assert "goes on at a time" in run("swap", job, "--kernel", "cublas", "--reason", "x", code=2)
+    run("swap", job, "--reason", "nothing asked", code=2)
+    assert "disabled (epoch 2)" in run("disable", "quack", "--reason", "pin it", "--expires-in", "60")
+    run("disable", "quack", "--reason", "without an end", code=2)
+    assert "metrics_only" in run("observe", "blocked", "--reason", "look", "--scope", job)
+    shown = run("breaker", "quack")
+    assert "closed -> disabled" in shown and "pin it" in shown
+    assert "forced_open" in run("force", "quack", "--reason", "fallback") and "closed" in run(
+        "reset", "quack", "--reason", "over"
+    )

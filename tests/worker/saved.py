@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,18 @@ from worker.checkpoints.resume import OnRouteChange, Wanted, choose, load
 from worker.checkpoints.saver import SaveFacts, Saver
 from worker.checkpoints.storage import Fault, inspect, no_fault, read_manifest, verify_files
 
-__all__ = ["DATA", "PlainState", "alone", "facts", "make_saver", "resume", "rewrite_manifest", "save", "step_in"]
+__all__ = [
+    "DATA",
+    "PlainState",
+    "alone",
+    "facts",
+    "half_state",
+    "make_saver",
+    "resume",
+    "rewrite_manifest",
+    "save",
+    "step_in",
+]
 
 DATA = DataPosition(fingerprint="text", seed=0, sequence_length=32, global_batch=12, samples=0)
 
@@ -63,6 +74,20 @@ class PlainState:
         return dict(self.names)
 
 
+def half_state(rank: int) -> list[StatePart]:
+    """Return what one of two ranks holds of a state whose elements are all 2: half of the rows of each matrix."""
+    state, found = PlainState(), []
+    state.fill(2)
+    for part in state.parts():
+        if part.name == "matrix":
+            found.append(
+                StatePart(part.kind, part.names, part.shape, rank * 6, part.values()[rank * 6 : rank * 6 + 6], True)
+            )
+        else:
+            found.append(replace(part, is_source=rank == 1))
+    return found
+
+
 def alone() -> Exchange:
     """Return an exchange of one rank with itself."""
     return Exchange(dist.HashStore(), 0, 1, 30.0)
@@ -85,12 +110,13 @@ def facts(state: PlainState, step: int, data: DataPosition = DATA) -> SaveFacts:
 
 def make_saver(
     directory: Path, *, keep: int = 2, asynchronous: bool = False, fault: Fault = no_fault,
-    told: list[str] | None = None, token: str = "t",
+    told: list[str] | None = None, token: str = "t", exchange: Exchange | None = None,
 ) -> Saver:  # fmt: skip
-    """Return a saver of one rank; ``told`` gets what is said to people."""
+    """Return a saver, of one rank unless there is an ``exchange``; ``told`` gets what is said to people."""
     words = [] if told is None else told
     return Saver(
-        directory, keep, asynchronous, alone(), token, on_saved=lambda saved: words.append(f"saved {saved.info.step}"),
+        directory, keep, asynchronous, exchange or alone(), token,
+        on_saved=lambda saved: words.append(f"saved {saved.info.step}"),
         on_failed=lambda step, reason: words.append(f"failed {step}: {reason}"), fault=fault,
     )  # fmt: skip
 

@@ -11,10 +11,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from tests.worker.saved import PlainState, facts, make_saver, save, step_in
+from tests.worker.saved import PlainState, facts, half_state, make_saver, save, step_in
 from worker.checkpoints.errors import CheckpointError
-from worker.checkpoints.storage import POINTER, find_checkpoints, lock_directory, newest_complete, sees_lock
+from worker.checkpoints.exchange import Exchange
+from worker.checkpoints.storage import (
+    POINTER,
+    find_checkpoints,
+    lock_directory,
+    newest_complete,
+    no_fault,
+    sees_lock,
+)
 
 POINTS = ["write", "file", "rename", "pointer", "retention"]
 
@@ -187,3 +196,34 @@ def test_a_failed_save_is_told_and_the_next_one_is_tried(tmp_path: Path, point: 
     saver.require()
     assert told[0].startswith("failed 3: ") and str(error) in told[0] and told[1] == "saved 4"
     assert _found(tmp_path)[:2] == ([4, 3] if point in ("pointer", "retention") else [4, 2])
+
+
+def test_what_fails_on_one_rank_fails_the_save_on_all(tmp_path: Path) -> None:
+    """Two ranks, each in a thread: the reason reaches both, and the next save of the same step is whole."""
+
+    def fault(point: str) -> None:
+        if point == "file":
+            raise OSError(28, "No space left on device")
+
+    store, told = dist.HashStore(), list[str]()
+    for number, faults in enumerate([(no_fault, fault), (no_fault, no_fault)]):
+        savers = [
+            make_saver(
+                tmp_path, told=told, exchange=Exchange(store, rank, 2, 30.0), fault=faults[rank], token=str(number)
+            )
+            for rank in (0, 1)
+        ]
+        halves = [half_state(rank) for rank in (0, 1)]
+        threads = [
+            threading.Thread(target=saver.save, args=(half, facts(PlainState(), 2)))
+            for saver, half in zip(savers, halves, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        for saver in savers if number == 0 else ():
+            with pytest.raises(CheckpointError, match=r"rank 1: OSError: \[Errno 28\] No space left"):
+                saver.require()
+    assert [word.split(":")[0] for word in told] == ["failed 2", "saved 2"]
+    assert _found(tmp_path) == [2]

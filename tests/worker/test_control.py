@@ -6,8 +6,9 @@ import multiprocessing
 from multiprocessing.connection import Connection
 
 import pytest
+import torch
 
-from worker.contract.kernels import Kernel, KernelPolicy
+from worker.contract.kernels import Kernel, KernelPolicy, KernelTarget, SwapOrder
 from worker.control import Agreement, Directive, Mailbox
 
 
@@ -16,6 +17,21 @@ def test_a_directive_survives_its_encoding() -> None:
         for stop in (False, True):
             directive = Directive(KernelPolicy(epoch=1 << 40, tripped=tripped), stop)
             assert Directive.decode(directive.encode()) == directive
+
+
+def test_a_directive_carries_breakers_resets_and_a_swap() -> None:
+    for target in (
+        {"kernel": "blocked"}, {"algorithm": "direct"}, {"kernel": "auto", "algorithm": "gram", "coefficients": "you"},
+    ):  # fmt: skip
+        swap = SwapOrder(number=9, target=KernelTarget.model_validate(target), deadline_s=0.25)
+        policy = KernelPolicy(
+            epoch=9, disabled=frozenset({Kernel.BLOCKED}), metrics_only=frozenset({Kernel.QUACK}),
+            resets={Kernel.BLOCKED: 7, Kernel.CUTE_SM80: 1 << 40}, swap=swap,
+        )  # fmt: skip
+        encoded = Directive(policy, False).encode()
+        assert bool((encoded >= 0).all()), "ranks that say nothing say zero: the greatest is rank 0's"
+        decoded = Directive.decode(torch.cat([encoded, torch.tensor([-3, 5])]))
+        assert (decoded.policy, decoded.heard) == (policy, (-3, 5))
 
 
 def test_an_older_policy_is_ignored() -> None:

@@ -9,11 +9,21 @@ import pytest
 import torch
 
 from dmuon_runtime import ledger
+from dmuon_runtime.breaker import BreakerKey, BreakerState, Move, Thresholds
+from dmuon_runtime.kernels import registered_kernel
 from dmuon_runtime.newton_schulz import Choices, NewtonSchulz
 from dmuon_runtime.plan import ParameterPlan, RuntimePlan
-from worker.contract.kernels import Kernel, KernelPolicy
+from tests.faulty_kernel import Faulty
+from worker.contract.kernels import Algorithm, CoefficientSet, Kernel, KernelPolicy, KernelTarget, SwapOrder
 from worker.contract.spec import KernelsSpec
-from worker.kernels import KernelSwitch, decide_kernel, launched_kernel, make_newton_schulz, ns_calls
+from worker.kernels import (
+    KernelSwitch,
+    check_numerics,
+    decide_kernel,
+    launched_kernel,
+    make_newton_schulz,
+    ns_calls,
+)
 
 CPU = torch.device("cpu")
 
@@ -45,6 +55,51 @@ def test_a_switch_changes_once_for_each_epoch() -> None:
     assert (switch.kernel, switch.epoch, switch.apply(tripped, 8)) == ("cublas", 2, None)
     back = switch.apply(KernelPolicy(epoch=3), 9)
     assert back is not None and switch.kernel == "blocked"
+
+
+def test_an_operators_word_holds_for_the_breakers_of_the_ranks() -> None:
+    switch = KernelSwitch(KernelsSpec(kernel=Kernel.BLOCKED), CPU, KernelPolicy())
+    key = BreakerKey("blocked", 64, "float32")
+    switch.guard.at(key).move(Move.TRIP, 0.0, "a test")
+    assert switch.apply(KernelPolicy(epoch=1, resets={Kernel.BLOCKED: 1}), 2) is not None
+    assert switch.guard.at(key).state is BreakerState.CLOSED
+    assert [(moved.before, moved.after) for moved in switch.moved] == [(BreakerState.OPEN, BreakerState.CLOSED)]
+    for epoch, field, state in ((2, "disabled", BreakerState.DISABLED), (3, "metrics_only", BreakerState.METRICS_ONLY)):
+        switch.apply(KernelPolicy.model_validate({"epoch": epoch, field: {Kernel.BLOCKED}}), 3)
+        assert switch.guard.at(key).state is state and switch.kernel == "blocked"
+        assert switch.guard.at(BreakerKey("blocked", 128, "float32")).state is state, "those to come, too"
+        del switch.guard.breakers[BreakerKey("blocked", 128, "float32")]
+    swap = SwapOrder(number=4, target=KernelTarget(kernel=Kernel.CUBLAS))
+    before = switch.epoch
+    policy = KernelPolicy(epoch=4, metrics_only=frozenset({Kernel.BLOCKED}), swap=swap)
+    assert switch.apply(policy, 4) is None and switch.epoch == before, "an order changes nothing by itself"
+
+
+def test_a_swap_can_be_taken_back_and_keeps_what_it_does_not_name() -> None:
+    spec = KernelsSpec(kernel=Kernel.BLOCKED, coefficients=CoefficientSet.YOU)
+    switch = KernelSwitch(spec, CPU, KernelPolicy(epoch=2))
+    wanted, built = switch.build(KernelTarget(algorithm=Algorithm.DIRECT))
+    assert (built.backend, switch.newton_schulz.backend, built.coefficients) == (
+        "direct", "gram", switch.newton_schulz.coefficients,
+    )  # fmt: skip
+    switch.swap_in(wanted, 9)
+    assert (switch.newton_schulz.backend, switch.epoch) == ("direct", 9)
+    switch.swap_back()
+    assert (switch.newton_schulz.backend, switch.kernel, switch.epoch) == ("gram", "blocked", 10)
+    later = KernelSwitch(spec, CPU, KernelPolicy(target=KernelTarget(kernel=Kernel.CUBLAS)))
+    assert later.kernel == "cublas", "the next attempt begins with what was committed"
+
+
+def test_numbers_are_checked_before_a_swap() -> None:
+    calls = ns_calls(plan_of(entry("q", (8, 16), 0), entry("k", (12, 12), 0)), 5, 1)
+    before = ledger.snapshot()
+    good = make_newton_schulz(KernelsSpec(), Kernel.BLOCKED)
+    assert check_numerics(good, calls, 0, CPU, Thresholds()) is None
+    with registered_kernel(Faulty("wrong", name="quack", amount=0.05)):
+        bad = make_newton_schulz(KernelsSpec(), Kernel.QUACK)
+        found = check_numerics(bad, calls, 0, CPU, Thresholds())
+    assert found is not None and "random" in found and "above" in found
+    assert ledger.snapshot() == before, "what is checked is not counted as work"
 
 
 def test_an_attempt_may_begin_with_a_tripped_kernel() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dmuon_runtime as dmuon
+from dmuon_runtime.runtime import inner_model
 
 __all__ = ["DTYPES", "DTYPE_CODES", "CheckpointedState", "DmuonState"]
 
@@ -65,7 +66,7 @@ class DmuonState:
 
     def routes(self) -> dict[str, str]:
         """Return the routes that the optimizer's groups came to."""
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        names = {id(parameter): name for name, parameter in inner_model(self.model).named_parameters()}
         return {
             names[id(parameter)]: str(group["route"])
             for group in self.optimizer.param_groups

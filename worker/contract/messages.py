@@ -99,6 +99,10 @@ class RankReport(Message):
     kernel: Kernel | None
     """What the runtime launched in this step (``auto`` resolved); None with a baseline, which launches torch's own."""
     kernel_epoch: int | None
+    fallback_calls: int = 0
+    """Newton-Schulz calls of this rank whose kernel failed, and that the fallback did instead."""
+    compared_launches: dict[Kernel, int] = {}
+    """Launches whose results were only compared with another kernel's; they are not in :attr:`ns`."""
     memory_bytes: int
     """Resident set of the process, or memory allocated on its GPU."""
     lr: dict[str, float]
@@ -122,6 +126,13 @@ class Milestone(Message):
         "routes_verified",
         "kernel_changed",
         "stopping",
+        "kernel_failed",
+        "breaker_changed",
+        "swap_preparing",
+        "swap_refused",
+        "swap_prepared",
+        "swap_committed",
+        "swap_rolled_back",
         "resumed",
         "checkpoint_saved",
         "checkpoint_failed",

@@ -54,7 +54,12 @@ CATALOGUE: tuple[Metric, ...] = (
     # Kernels.
     _m("dmuon_breaker_state", "gauge", "1", "job kernel state", "1 for the state that the breaker is in, else 0"),
     _m("dmuon_breaker_transitions_total", "counter", "1", "kernel from_state to_state", "Changes of a breaker"),
-    _m("dmuon_kernel_epoch", "gauge", "1", "job rank", "Epoch of the kernel policy that a rank runs under"),
+    _m("dmuon_kernel_swaps_total", "counter", "1", "result", "Swaps of a running job's kernel, by what came of them"),
+    _m("dmuon_kernel_epoch", "gauge", "1", "job rank", "Changes of what a rank launches; the same on all ranks"),
+    _m("dmuon_ns_compared_launches_total", "counter", "1", "job kernel",
+       "Matrix products whose results were only compared with another kernel's"),
+    _m("dmuon_ns_fallback_calls_total", "counter", "1", "job",
+       "Newton-Schulz calls whose kernel failed and that the fallback did instead"),
     # Training.
     _m("dmuon_steps_total", "counter", "1", "job", "Optimizer steps done"),
     _m("dmuon_step_duration_seconds", "histogram", "seconds", "job", "Wall time of an optimizer step on rank 0"),

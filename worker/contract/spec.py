@@ -10,12 +10,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
 
-from worker.contract.kernels import Algorithm, Kernel
+from worker.contract.kernels import Algorithm, CoefficientSet, Kernel
 
 __all__ = [
-    "OPTIMIZER_TAG", "AdamWOptimizer", "AdamWSettings", "CheckpointSpec", "DataSpec", "DmuonOptimizer", "FailureSpec",
-    "JobSpec", "KernelsSpec", "MeshSpec", "ModelSpec", "MuonOptimizer", "MuonSettings", "Optimizer", "Override",
-    "PlainMuonSettings", "PolicyFields", "ResourcesSpec", "Route", "RoutingSpec", "ScheduleSpec", "TrainingSpec",
+    "OPTIMIZER_TAG", "AdamWOptimizer", "AdamWSettings", "BreakerSpec", "CheckpointSpec", "DataSpec", "DmuonOptimizer",
+    "FailureSpec", "JobSpec", "KernelsSpec", "MeshSpec", "ModelSpec", "MuonOptimizer", "MuonSettings", "Optimizer",
+    "Override", "PlainMuonSettings", "PolicyFields", "ResourcesSpec", "Route", "RoutingSpec", "ScheduleSpec",
+    "TrainingSpec",
 ]  # fmt: skip
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$")]
@@ -219,16 +220,52 @@ class RoutingSpec(Section):
     """Refuse a plan that would orthogonalise what is no matrix."""
 
 
+class BreakerSpec(Section):
+    """When a kernel's breaker trips by itself, and how long it waits. A breaker guards a kernel, a size and a dtype."""
+
+    relative_error: Annotated[float, Field(ge=0, le=10)] = 0.05
+    """Largest difference from the fallback's result, in the directions that the gradient has."""
+    orthogonality_error: Annotated[float, Field(ge=0, le=10)] = 0.1
+    """Largest excess over the fallback's root mean square of (squared singular value - 1)."""
+    slow_factor: Annotated[float, Field(ge=1, le=1e6)] = 3.0
+    """A compared call is slow when it takes more than this many times the fallback's time."""
+    slow_rate: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of slow calls among the last ``window`` compared ones that trips."""
+    window: Annotated[int, Field(ge=1, le=10_000)] = 10
+    minimum_calls: Annotated[int, Field(ge=1, le=10_000)] = 5
+    """Compared calls before the share counts; not above ``window``."""
+    check_every_calls: Annotated[int, Field(ge=1, le=1_000_000)] = 200
+    """Calls from one comparison with the fallback to the next."""
+    check_matrices: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Matrices of a comparison."""
+    open_s: Annotated[float, Field(ge=0, le=86_400)] = 60.0
+    """From tripping to the first trial; doubled at each trial that fails, up to ``max_open_s``."""
+    max_open_s: Annotated[float, Field(ge=0, le=604_800)] = 3600.0
+    half_open_calls: Annotated[int, Field(ge=1, le=10_000)] = 5
+    """Good compared calls on every rank that end a trial well."""
+    half_open_s: Annotated[float, Field(gt=0, le=86_400)] = 120.0
+    """After which a trial has failed."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.minimum_calls > self.window:
+            raise ValueError(f"minimum_calls is {self.minimum_calls}, above window, which is {self.window}")
+        if self.max_open_s < self.open_s:
+            raise ValueError(f"max_open_s is {self.max_open_s:g}, below open_s, which is {self.open_s:g}")
+        return self
+
+
 class KernelsSpec(Section):
     """Newton-Schulz: which iteration, with which coefficients, computed by what."""
 
     algorithm: Algorithm = Algorithm.GRAM
     kernel: Kernel = Kernel.AUTO
-    coefficients: Literal["polar_express", "you", "keller_jordan"] | tuple[tuple[float, float, float], ...] = (
-        "polar_express"
-    )
+    coefficients: CoefficientSet | tuple[tuple[float, float, float], ...] = CoefficientSet.POLAR_EXPRESS
     restarts: tuple[Annotated[int, Field(ge=1)], ...] | None = None
     """Steps (0-based) before which the Gram form starts anew; None takes the runtime's choice."""
+    breaker: BreakerSpec = BreakerSpec()
+    swap_deadline_s: Annotated[float, Field(gt=0, le=3600)] = 120.0
+    """How long all ranks may take to prepare a swap of the kernel; then it is rolled back."""
 
 
 class CheckpointSpec(Section):

@@ -1,0 +1,263 @@
+"""Two ranks in training whose kernel is swapped, fails or dies: never mixed, never hung, back where it must be."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from dmuon_runtime.kernels import registered_kernel
+from tests.faulty_kernel import Fault, Faulty
+from tests.worker.gang import Run, Told, run_gang, train_once
+from tests.worker.specs import tiny_spec
+from worker.contract.messages import Milestone, RankReport
+from worker.contract.spec import JobSpec
+
+pytestmark = pytest.mark.multiproc
+
+Body = RankReport | Milestone
+NUM_SWAPS = 200
+NUM_COMPARED = 100
+TARGETS: tuple[dict[str, str], ...] = (
+    {"kernel": "quack"}, {"algorithm": "direct"}, {"kernel": "cute_sm80"}, {"kernel": "cublas"},
+    {"kernel": "blocked", "algorithm": "gram"},
+)  # fmt: skip
+
+
+def spec_of(steps: int, *, mesh: dict[str, int] | None = None, **kernels: Any) -> JobSpec:
+    """One small layer in training on two ranks."""
+    config = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    config |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2)
+    return tiny_spec(
+        2,
+        model={"type": "llama", "config": config},
+        data=tiny_spec().data.model_dump(exclude_none=True) | {"sequence_length": 8},
+        training={"steps": steps, "global_batch": 2, "clip_grad_norm": 1.0},
+        optimizer={"muon": {"lr": 2e-4}, "adamw": {"lr": 2e-5}},
+        kernels={"kernel": "blocked"} | kernels,
+        mesh=mesh or {"shard": 2},
+    )
+
+
+def hold_never_mixed(ranks: list[Told]) -> list[str]:
+    """No step on which ranks applied different kernels, or a rank two; return the kernel by step."""
+    by_rank = [[(step.epoch, *step.applied) for step in told.steps] for told in ranks]
+    assert by_rank[0] and by_rank[0] == by_rank[1], "each step has one epoch and the same kernels on all ranks"
+    assert all(len(entry) == 2 for entry in by_rank[0]), "and one kernel alone"
+    epochs = [epoch for epoch, *_ in by_rank[0]]
+    assert epochs == sorted(epochs)
+    matrices = {sum(step.applied.values()) for told in ranks for step in told.steps}
+    assert len(matrices) <= 2, "every step applies all matrices of a rank, once"
+    return [str(kernel) for _, kernel in by_rank[0]]
+
+
+def silent(run: Run, body: Body) -> None:
+    """Say nothing."""
+
+
+def _many_swaps(rank: int, addresses: list[str]) -> tuple[Told, list[float]]:
+    orders = itertools.cycle(TARGETS)
+
+    def drive(run: Run, body: Body) -> None:
+        if rank or not isinstance(body, Milestone):
+            return
+        facts, asked = run.told.facts, run.policy.epoch
+        assert body.name != "swap_rolled_back", body.message
+        if body.name in ("plan_confirmed", "swap_prepared") and asked < NUM_SWAPS:
+            run.swap(**next(orders))  # the next one is taken up as soon as this one is proved
+        if body.name != "swap_committed":
+            return
+        done = facts["done"] = facts.get("done", 0) + 1
+        if done in (NUM_SWAPS // 4, NUM_SWAPS):
+            gc.collect()
+            num_tensors = sum(type(item) is torch.Tensor for item in gc.get_objects())
+            facts[done] = (num_tensors, threading.active_count(), run.told.steps[-1].memory_bytes)
+        if done == NUM_SWAPS:
+            run.mailbox.stop()
+
+    with ExitStack() as stack:
+        for name in ("quack", "cute_sm80"):  # what needs a GPU is played by others under its name
+            stack.enter_context(registered_kernel(Faulty("none", name=name)))
+        swapped = train_once(spec_of(20_000, mesh={"replicate": 2}), addresses[0], rank, drive)
+    alone = train_once(spec_of(NUM_COMPARED, mesh={"replicate": 2}), addresses[1], rank, silent)
+    return swapped, [step.loss for step in alone.steps]
+
+
+@pytest.mark.timeout(240)
+def test_two_hundred_swaps_under_load() -> None:
+    ranks = run_gang(2, _many_swaps, num_stores=2, deadline_s=200)
+    kernels = hold_never_mixed([swapped for swapped, _ in ranks])
+    assert set(kernels) == {"blocked", "cublas", "quack", "cute_sm80"}
+    told, losses = ranks[0]
+    assert len(told.named("swap_committed")) == NUM_SWAPS and not told.named("swap_rolled_back")
+    assert told.steps[-1].epoch >= NUM_SWAPS and sum(step.fallback_calls for step in told.steps) == 0
+    found = [step.loss for step in told.steps][:NUM_COMPARED]
+    assert found == pytest.approx(losses, rel=1e-5), "as if nothing had been swapped"
+    early, late = told.facts[NUM_SWAPS // 4], told.facts[NUM_SWAPS]
+    assert late[:2] == early[:2], "as many tensors and threads after 200 swaps as after 50"
+    assert late[2] - early[2] < 12 << 20, f"resident bytes grew from {early[2]} to {late[2]}"
+
+
+def until(names: tuple[str, ...], then: Callable[[Run], None], deadline_s: float = 60.0) -> Callable[[Run, Body], None]:
+    """On rank 0: order a swap to ``quack`` when training is about to begin, and do ``then`` at one of ``names``."""
+
+    def drive(run: Run, body: Body) -> None:
+        if run.rank == 0 and isinstance(body, Milestone):
+            if body.name == "plan_confirmed":
+                run.swap(deadline_s=deadline_s, kernel="quack")
+            elif body.name in names:
+                then(run)
+
+    return drive
+
+
+def stop(run: Run) -> None:
+    """End the run."""
+    run.mailbox.stop()
+
+
+def _refusals(rank: int, addresses: list[str]) -> dict[str, Told]:
+    """One refuses by its numbers, one is late, one fails in the step of the change; each in a run of its own."""
+    released, done = threading.Event(), ("swap_rolled_back", "swap_committed")
+    healthy, late = Faulty("none", name="quack"), Faulty("none", name="quack", off_main=released.wait)
+    found: dict[str, Told] = {}
+
+    def again(run: Run) -> None:
+        """After the first swap: the second meets a thread that still runs, the third a free one."""
+        facts = run.told.facts
+        facts["outcomes"] = facts.get("outcomes", 0) + 1
+        if facts["outcomes"] == 3:
+            stop(run)
+        else:
+            run.swap(deadline_s=30.0, kernel="quack", **({"coefficients": "you"} if facts["outcomes"] == 2 else {}))
+
+    def release(run: Run, body: Body) -> None:
+        until(done, again, deadline_s=0.5)(run, body)
+        if isinstance(body, Milestone) and body.name == "swap_refused":
+            released.set()
+            time.sleep(0.1)
+
+    wrong = Faulty("none", name="quack")
+    wrong.rectangular = lambda left, right: 1.5 * torch.bmm(left, right)  # type: ignore[method-assign]
+    wrong.add_identity = lambda z, a: z  # type: ignore[method-assign]
+    with registered_kernel(wrong if rank == 1 else healthy):
+        found["wrong"] = train_once(spec_of(5000), addresses[0], rank, until(done, stop))
+    with registered_kernel(late if rank == 1 else healthy):
+        found["late"] = train_once(spec_of(5000), addresses[1], rank, release)
+    with registered_kernel(Faulty("raise" if rank == 1 else "none", name="quack")):
+        found["raises"] = train_once(spec_of(5000), addresses[2], rank, until(done, stop))
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_refuses_or_is_late_or_fails_takes_all_ranks_back() -> None:
+    ranks = run_gang(2, _refusals, num_stores=3)
+    kernels = {name: hold_never_mixed([told[name] for told in ranks]) for name in ranks[0]}
+    last = {name: told.named("swap_rolled_back")[-1].message for name, told in ranks[0].items()}
+    refusal = ranks[1]["wrong"].named("swap_refused")[0].message
+    assert "rank 1 refuses the swap: on a random" in refusal and last["wrong"] == "rank 1 refused"
+    assert set(kernels["wrong"]) == {"blocked"}, "nothing was launched by what was not ready"
+
+    late = ranks[0]["late"]
+    assert [note.message for note in late.named("swap_rolled_back")] == [
+        "not all ranks were ready within 0.5 s", "rank 1 refused",
+    ]  # fmt: skip
+    assert "earlier swap still runs" in ranks[1]["late"].named("swap_refused")[0].message
+    assert len(late.named("swap_committed")) == 1 and set(kernels["late"]) == {"blocked", "quack"}
+
+    assert set(kernels["raises"]) == {"blocked", "cublas"}, "the fallback did the step of the change everywhere"
+    assert kernels["raises"][-1] == "blocked" and last["raises"].endswith("launched something else")
+    failed = ranks[1]["raises"].named("kernel_failed")[0]
+    assert failed.data["cause"] == "exception" and "launch 0 failed" in failed.message
+    assert ranks[1]["raises"].steps[-1].fallback_calls > 0 == ranks[0]["raises"].steps[-1].fallback_calls
+    moved = [(note.data["kernel"], note.data["to"]) for note in ranks[0]["raises"].named("breaker_changed")]
+    assert ("quack", "open") in moved
+
+
+FAULTS: dict[Fault, tuple[str, float]] = {
+    "raise": ("exception", 0.0), "nan": ("non_finite", 0.0), "wrong": ("relative_error", 0.03), "slow": ("slow", 0.01),
+}  # fmt: skip
+BREAKER = {
+    "check_every_calls": 1, "window": 3, "minimum_calls": 3, "slow_rate": 1.0, "slow_factor": 50.0, "open_s": 0.2,
+    "max_open_s": 0.2, "half_open_calls": 2, "half_open_s": 30.0,
+}  # fmt: skip
+"""A slow launch takes 10 ms, and a call has some twenty; a whole call of the fallback takes half a millisecond."""
+
+
+def _trips(rank: int, addresses: list[str]) -> dict[Fault, Told]:
+    """A kernel that fails on rank 1 from its 300th launch on until its breaker has opened, and is well again then."""
+    found: dict[Fault, Told] = {}
+    for address, (fault, (_, amount)) in zip(addresses, FAULTS.items(), strict=True):
+        kernel = Faulty(fault if rank == 1 else "none", name="quack", begin=300, amount=amount)
+
+        def drive(run: Run, body: Body, kernel: Faulty = kernel) -> None:
+            if rank == 1 and isinstance(body, RankReport) and "cublas" in run.told.steps[-1].applied:
+                kernel.end = kernel.launches if kernel.end == float("inf") else kernel.end
+            changes = [note.data["to"] for note in run.told.named("breaker_changed")]
+            if rank == 0 and changes.count("closed") == changes.count("open") > 0:
+                run.told.facts["well"] = run.told.facts.get("well", 0) + 1
+                if run.told.facts["well"] == 20:
+                    stop(run)
+
+        with registered_kernel(kernel):
+            spec = spec_of(5000, kernel="quack", breaker=BREAKER)
+            found[fault] = train_once(spec, address, rank, drive)
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_a_breaker_trips_by_itself_for_each_cause_and_closes_again_on_all_ranks() -> None:
+    ranks = run_gang(2, _trips, num_stores=len(FAULTS))
+    for fault, (cause, _) in FAULTS.items():
+        kernels = hold_never_mixed([told[fault] for told in ranks])
+        runs = [name for name, _ in itertools.groupby(kernels)]
+        assert runs[:3] == ["quack", "cublas", "quack"] and kernels[-1] == "quack", (fault, runs)
+        changes = ranks[0][fault].named("breaker_changed")
+        assert changes[0].data["to"] == "open" and changes[0].data["reason"] == f"{cause} on rank 1"
+        assert [note.data["to"] for note in changes][-2:] == ["half_open", "closed"]
+        told = ranks[1][fault].named("kernel_failed")
+        assert told[0].data["cause"] == cause and not ranks[0][fault].named("kernel_failed")
+        calls = ranks[1][fault].steps[-1].fallback_calls
+        assert (calls > 0) == (fault != "slow"), "a slow result is a result"
+        assert all(step.loss == other.loss and step.loss < 10 for step, other in zip(
+            ranks[0][fault].steps, ranks[1][fault].steps, strict=True))  # fmt: skip
+
+
+def _lost(number: int, addresses: list[str]) -> tuple[str, float] | None:
+    """Three pairs: rank 1 of each dies while it prepares, dies in the step of the change, or stalls there."""
+    pair, rank = divmod(number, 2)
+    begin = [0.0]
+
+    def hit(run: Run, body: Body) -> None:
+        until((), stop)(run, body)
+        if rank == 1 and pair and isinstance(body, RankReport) and "quack" in run.told.steps[-1].applied:
+            time.sleep(10.0 if pair == 2 else 0.0)
+            os._exit(3)
+        begin[0] = time.monotonic()
+
+    dies = pair == 0 and rank == 1
+    kernel = Faulty("none", name="quack", off_main=(lambda: os._exit(3)) if dies else (lambda: None))
+    with registered_kernel(kernel):
+        try:
+            train_once(spec_of(100_000), addresses[pair], rank, hit, collective_timeout_s=3.0)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", time.monotonic() - begin[0]
+    return None
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_dies_or_stalls_in_either_phase_ends_the_attempt_of_all() -> None:
+    """The survivors get an error within the time of a collective: the job's restart is the way back, nothing hangs."""
+    ends = run_gang(6, _lost, num_stores=3, deadline_s=60)
+    for pair in range(3):
+        survivor = ends[2 * pair]
+        assert survivor is not None, "training on alone is no way out"
+        assert survivor[1] < 20, survivor
