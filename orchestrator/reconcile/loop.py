@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from orchestrator.clock import Clock
-from orchestrator.errors import LeaseLost
-from orchestrator.launcher_api import Launcher
+from orchestrator.errors import LauncherUnavailable, LeaseLost
+from orchestrator.launcher_api import Capacity, Launcher
 from orchestrator.planner import Planner
 from orchestrator.reconcile.admission import admit_queued
 from orchestrator.reconcile.attempts import drive_attempt
@@ -30,6 +30,8 @@ __all__ = ["Reconciler"]
 
 _log = logging.getLogger(__name__)
 _SWEEP_S = 3600.0
+_CAPACITY_S = 10.0
+"""How often the cluster's capacity is looked at for those who watch; admission asks for itself."""
 
 
 class Reconciler:
@@ -62,9 +64,12 @@ class Reconciler:
         self._wake = (threading.Event(), threading.Event())
         self._threads: list[threading.Thread] = []
         self._next_sweep = 0.0
+        self._next_look = -math.inf
         self._renew_at = -math.inf
         self.last_pass_at: float | None = None
         """Wall clock at the end of the last pass; None before the first."""
+        self.capacity: Capacity | None = None
+        """What the cluster was last seen to have; None when it could not be asked."""
 
     def start(self) -> None:
         """Begin; the threads end by :meth:`stop`."""
@@ -106,6 +111,7 @@ class Reconciler:
                 raise
             except Exception:
                 _log.exception("job %s could not be driven; the next pass tries again", job.id)
+        self._look_at_capacity()
         self._sweep()
         self.last_pass_at = self.context.clock()
         self._timed(time.perf_counter() - began)
@@ -123,6 +129,17 @@ class Reconciler:
             held = acquire(session, LEASE, context.holder, now=now, duration_s=self._lease_s)
         self._renew_at = now + self._lease_s / 3 if held else -math.inf
         return held
+
+    def _look_at_capacity(self) -> None:
+        now = self.context.clock()
+        if now < self._next_look:
+            return
+        self._next_look = now + _CAPACITY_S
+        try:
+            self.capacity = self.context.launcher.capacity()
+        except LauncherUnavailable as error:
+            self.capacity = None
+            _log.warning("the cluster's capacity is not known: %s", error)
 
     def _expire(self) -> None:
         with self.context.database.read() as session:
