@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 
 from orchestrator.errors import InvalidPageToken, JobFinished, NotFound
 from orchestrator.store.models import Condition, Event, Job, JobLabel, Plan
+from orchestrator.store.stops import ALIVE, turn_into_cancellation
 from orchestrator.store.transitions import Guard, add_event, change_state, locked_job
 from worker.contract.plan import PlanReport
 from worker.contract.spec import JobSpec
@@ -83,12 +84,13 @@ def cancel_job(session: Session, job_id: str, *, now: float) -> Job:
     """
     job = locked_job(session, job_id)
     state = JobState(job.state)
+    if state is JobState.STOPPING:
+        turn_into_cancellation(session, job, now=now)
     if state is JobState.CANCELLED or state is JobState.STOPPING:
         return job
     if state.terminal:
         raise JobFinished(f"job {job_id} is {state} ({job.reason}): there is nothing to cancel")
-    running = state in (JobState.STARTING, JobState.RUNNING)
-    new = JobState.STOPPING if running else JobState.CANCELLED
+    new = JobState.STOPPING if state in ALIVE else JobState.CANCELLED
     guard = Guard(job.version)
     return change_state(
         session, job_id, new, guard=guard, now=now, reason=Reason.CANCELLED, message="cancelled on request"
