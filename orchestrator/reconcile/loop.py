@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 
 from orchestrator.clock import Clock
-from orchestrator.errors import LeaseLost
-from orchestrator.launcher_api import Launcher
+from orchestrator.errors import LauncherUnavailable, LeaseLost
+from orchestrator.launcher_api import Capacity, Launcher
 from orchestrator.planner import Planner
 from orchestrator.reconcile._drivers import Drivers
 from orchestrator.reconcile.admission import admit_queued
@@ -36,6 +36,8 @@ __all__ = ["Reconciler"]
 _log = logging.getLogger(__name__)
 _SWEEP_S = 3600.0
 _DRIVERS = 8
+_CAPACITY_S = 10.0
+"""How often the cluster's capacity is looked at for those who watch; admission asks for itself."""
 
 
 class Reconciler:
@@ -72,9 +74,12 @@ class Reconciler:
         self._driven: dict[str, Future[None]] = {}
         self._patience_s = patience_s
         self._next_sweep = 0.0
+        self._next_look = -math.inf
         self._renew_at = -math.inf
         self.last_pass_at: float | None = None
         """Wall clock at the end of the last pass; None before the first."""
+        self.capacity: Capacity | None = None
+        """What the cluster was last seen to have; None when it could not be asked."""
 
     def start(self) -> None:
         """Begin; the threads end by :meth:`stop`."""
@@ -109,6 +114,7 @@ class Reconciler:
         preempt_for_priority(self.context)
         admit_queued(self.context)
         self._drive_all()
+        self._look_at_capacity()
         self._sweep()
         self.last_pass_at = self.context.clock()
         self._timed(time.perf_counter() - began)
@@ -142,6 +148,17 @@ class Reconciler:
             held = acquire(session, LEASE, context.holder, now=now, duration_s=self._lease_s)
         self._renew_at = now + self._lease_s / 3 if held else -math.inf
         return held
+
+    def _look_at_capacity(self) -> None:
+        now = self.context.clock()
+        if now < self._next_look:
+            return
+        self._next_look = now + _CAPACITY_S
+        try:
+            self.capacity = self.context.launcher.capacity()
+        except LauncherUnavailable as error:
+            self.capacity = None
+            _log.warning("the cluster's capacity is not known: %s", error)
 
     def _expire(self) -> None:
         with self.context.database.read() as session:

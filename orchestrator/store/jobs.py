@@ -22,9 +22,10 @@ from worker.contract.states import JobState, Reason
 
 __all__ = [
     "JobFilter", "cancel_job", "conditions_of", "count_by_reason", "count_by_state", "events_after", "find_job",
-    "jobs_in", "jobs_shown", "keep_plan", "list_jobs", "plan_of", "queue_waits", "submit_job",
+    "jobs_in", "jobs_shown", "keep_plan", "last_event_at", "list_jobs", "plan_of", "queue_waits", "submit_job",
 ]  # fmt: skip
 
+_LAST_EVENT = 2**31 - 2
 LIVE = (JobState.STARTING, JobState.RUNNING, JobState.STOPPING, JobState.RESTARTING)
 WAITING = (JobState.SUBMITTED, JobState.QUEUED)
 
@@ -165,8 +166,15 @@ def plan_of(session: Session, job: Job) -> PlanReport | None:
 
 def events_after(session: Session, job_id: str, seq: int, limit: int) -> Sequence[Event]:
     """Return up to ``limit`` events that follow ``seq``, in order."""
-    query = select(Event).where(Event.job_id == job_id, Event.seq > seq).order_by(Event.seq).limit(limit)
+    first = min(seq, _LAST_EVENT) + 1  # a number that the column cannot hold is an error on PostgreSQL
+    query = select(Event).where(Event.job_id == job_id, Event.seq >= first).order_by(Event.seq).limit(limit)
     return session.scalars(query).all()
+
+
+def last_event_at(session: Session, job_id: str, kind: str) -> float | None:
+    """Return when an event of ``kind`` last happened to the job; None when it never did."""
+    found = session.scalar(select(func.max(Event.at)).where(Event.job_id == job_id, Event.kind == kind))
+    return None if found is None else float(found)
 
 
 def conditions_of(session: Session, job_id: str) -> Sequence[Condition]:

@@ -1,4 +1,4 @@
-"""The long round: ``python -m tests.e2e.faults``. Prints what was injected and what survived; exits with 1 unless all did.
+"""The long round: ``python -m tests.e2e.faults``. Prints what was injected and what survived; exits with 1 unless all.
 
 Kills the control plane at random moments under a running job, and does everything else to it a few times.
 """
