@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from orchestrator import resources as r
 from orchestrator._client_kernels import KernelCalls
+from orchestrator._client_life import LifeCalls
 from orchestrator.errors import Problem, RequestRefused, ServiceUnreachable
 from worker.contract.plan import PlanReport
 
@@ -27,7 +28,7 @@ class StreamEnd(BaseModel):
     message: str = ""
 
 
-class Client(KernelCalls):
+class Client(KernelCalls, LifeCalls):
     """Speaks to one service. Every method raises :class:`RequestRefused` or :class:`ServiceUnreachable`."""
 
     def __init__(
@@ -68,18 +69,6 @@ class Client(KernelCalls):
     def job(self, job_id: str) -> r.JobResource:
         """Return a whole job."""
         return self._ask(r.JobResource, "GET", f"/v1/jobs/{job_id}")
-
-    def cancel(self, job_id: str) -> r.JobResource:
-        """Cancel a job."""
-        return self._ask(r.JobResource, "POST", f"/v1/jobs/{job_id}:cancel")
-
-    def pause(self, job_id: str) -> r.JobResource:
-        """Pause a job."""
-        return self._ask(r.JobResource, "POST", f"/v1/jobs/{job_id}:pause")
-
-    def resume(self, job_id: str) -> r.JobResource:
-        """Continue a paused job."""
-        return self._ask(r.JobResource, "POST", f"/v1/jobs/{job_id}:resume")
 
     def events(self, job_id: str, *, after: int = 0) -> r.EventPage:
         """Return the events that follow one."""
