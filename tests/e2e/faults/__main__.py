@@ -16,6 +16,7 @@ from pathlib import Path
 
 from orchestrator import resources as r
 from tests.e2e.faults import injuries
+from tests.e2e.faults.cycles import cycles
 from tests.e2e.faults.scene import Scene, faulty_job, playing
 from tests.e2e.jobs import submit
 
@@ -84,6 +85,12 @@ def _submit_when_there_is_room(scene: Scene) -> str:
         time.sleep(1.0)
 
 
+def _cycles(folder: Path, chance: random.Random) -> str:
+    with playing(folder) as scene:
+        found = cycles(scene, 20, chance)
+    return f"20 jobs submitted and cancelled left nothing: {found}"
+
+
 def _fatal(folder: Path, fault: Callable[[Scene], None], reasons: tuple[str, ...]) -> str:
     """What is the job's own fault is told and not tried again."""
     with playing(folder, faulty_job(infrastructure_restarts=0)) as scene:
@@ -109,6 +116,7 @@ def _rounds(num_kills: int, num_rounds: int, chance: random.Random) -> dict[str,
     if num_rounds:
         rounds["other faults"] = lambda folder: _everything_else(folder, num_rounds, chance)
         rounds["a lost node"] = _node_lost
+        rounds["submit and cancel"] = lambda folder: _cycles(folder, chance)
         for fault, reasons in FATAL:
             rounds[fault.__name__] = partial(_fatal, fault=fault, reasons=reasons)
     return rounds

@@ -74,7 +74,9 @@ def second_node(scene: Scene) -> Iterator[Callable[[], None]]:
     assert record is not None
     words = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={record.address}", "--num-cpus=1"]
     words += ["--node-ip-address=127.0.0.1", "--block", "--disable-usage-stats"]
-    environment = child_environment(ray_auth_environment(scene.service.settings.ray_token_file))
+    # The variable that keeps a head on loopback would refuse a second node, which here is on loopback as well.
+    several = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
+    environment = child_environment(ray_auth_environment(scene.service.settings.ray_token_file) | several)
     with (scene.service.settings.state_dir / "second-node.log").open("ab") as log:
         node = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True, env=environment)
 
