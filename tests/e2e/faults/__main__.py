@@ -24,7 +24,7 @@ RESTARTING = (
     injuries.worker_killed, injuries.worker_stopped, injuries.worker_exits, injuries.supervisor_killed,
     injuries.ray_killed,
 )  # fmt: skip
-FATAL = ((injuries.worker_raises, ("user_error",)), (injuries.memory_exhausted, ("user_error", "worker_lost")))
+FATAL = (injuries.worker_raises, injuries.memory_exhausted)
 
 
 def _kill_often(folder: Path, number: int, chance: random.Random) -> str:
@@ -91,13 +91,13 @@ def _cycles(folder: Path, chance: random.Random) -> str:
     return f"20 jobs submitted and cancelled left nothing: {found}"
 
 
-def _fatal(folder: Path, fault: Callable[[Scene], None], reasons: tuple[str, ...]) -> str:
+def _fatal(folder: Path, fault: Callable[[Scene], None]) -> str:
     """What is the job's own fault is told and not tried again."""
-    with playing(folder, faulty_job(infrastructure_restarts=0)) as scene:
+    with playing(folder, faulty_job()) as scene:
         scene.wait(lambda job: job.progress.step >= 5)
         fault(scene)
         job = _ended(scene)
-        assert (job.state, len(job.attempts)) == ("FAILED", 1) and job.reason in reasons, f"{job.reason}: {job.message}"
+        assert (job.state, job.reason, len(job.attempts)) == ("FAILED", "user_error", 1), f"{job.reason}: {job.message}"
         return f"{fault.__name__} ended the job as {job.reason}: {job.message[:150]}"
 
 
@@ -117,8 +117,8 @@ def _rounds(num_kills: int, num_rounds: int, chance: random.Random) -> dict[str,
         rounds["other faults"] = lambda folder: _everything_else(folder, num_rounds, chance)
         rounds["a lost node"] = _node_lost
         rounds["submit and cancel"] = lambda folder: _cycles(folder, chance)
-        for fault, reasons in FATAL:
-            rounds[fault.__name__] = partial(_fatal, fault=fault, reasons=reasons)
+        for fault in FATAL:
+            rounds[fault.__name__] = partial(_fatal, fault=fault)
     return rounds
 
 
