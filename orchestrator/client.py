@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Self, TypeVar
 
@@ -79,10 +78,15 @@ class Client(KernelCalls):
 
     def stream(self, job_id: str, *, after: int = 0) -> Iterator[r.EventResource | StreamEnd]:
         """Yield events as they come; the last item says why there are no more."""
-        headers = {"Accept": "text/event-stream", "Last-Event-ID": str(after)}
+        for kind, data in self._stream(f"/v1/jobs/{job_id}/events", {"Last-Event-ID": str(after)}, {}):
+            yield StreamEnd.model_validate_json(data) if kind == "end" else r.EventResource.model_validate_json(data)
+
+    def _stream(self, path: str, headers: Mapping[str, str], params: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+        """Yield kind and data of server-sent events, up to the one that says that there are no more."""
+        asked = {"Accept": "text/event-stream", **headers}
         try:
             with self._http.stream(
-                "GET", f"/v1/jobs/{job_id}/events", headers=headers, timeout=httpx.Timeout(30.0, read=None)
+                "GET", path, headers=asked, params=params, timeout=httpx.Timeout(30.0, read=None)
             ) as answer:
                 if answer.is_error:
                     answer.read()
@@ -90,6 +94,36 @@ class Client(KernelCalls):
                 yield from _events(answer.iter_lines())
         except httpx.HTTPError as error:
             raise ServiceUnreachable(f"{self._url}: {error}") from None
+
+    def logs(
+        self,
+        job_id: str,
+        *,
+        after: str | None = None,
+        attempt: int | None = None,
+        rank: int | None = None,
+        stream: str | None = None,
+    ) -> r.LogPage:
+        """Return lines that follow a cursor."""
+        filters = {"after": after, "attempt": attempt, "rank": rank, "stream": stream}
+        params = {name: str(value) for name, value in filters.items() if value is not None}
+        return self._ask(r.LogPage, "GET", f"/v1/jobs/{job_id}/logs", params=params)
+
+    def stream_logs(
+        self,
+        job_id: str,
+        *,
+        after: str | None = None,
+        attempt: int | None = None,
+        rank: int | None = None,
+        stream: str | None = None,
+    ) -> Iterator[r.LogPage | StreamEnd]:
+        """Yield lines as they come, over all attempts; the last item says why there are no more."""
+        filters = {"attempt": attempt, "rank": rank, "stream": stream}
+        params = {name: str(value) for name, value in filters.items() if value is not None}
+        last = {} if after is None else {"Last-Event-ID": after}
+        for kind, data in self._stream(f"/v1/jobs/{job_id}/logs", last, params):
+            yield StreamEnd.model_validate_json(data) if kind == "end" else r.LogPage.model_validate_json(data)
 
     def metrics(self, job_id: str, *, after: int = 0, limit: int = 500) -> r.MetricsPage:
         """Return steps of the last attempt that follow one."""
@@ -131,7 +165,7 @@ def _problem(answer: httpx.Response) -> Problem:
         )
 
 
-def _events(lines: Iterator[str]) -> Iterator[r.EventResource | StreamEnd]:
+def _events(lines: Iterator[str]) -> Iterator[tuple[str, str]]:
     kind, data = "message", ""
     for line in lines:
         if line.startswith("event:"):
@@ -139,8 +173,7 @@ def _events(lines: Iterator[str]) -> Iterator[r.EventResource | StreamEnd]:
         elif line.startswith("data:"):
             data += line[5:].strip()
         elif not line and data:
+            yield kind, data
             if kind == "end":
-                yield StreamEnd.model_validate(json.loads(data))
                 return
-            yield r.EventResource.model_validate_json(data)
             kind, data = "message", ""

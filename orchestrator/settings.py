@@ -42,6 +42,10 @@ class Settings:
     metrics_grace_s: float = 300.0
     """How long a finished job's series stay."""
     max_request_bytes: int = 1 << 20
+    max_streams: int = 2000
+    """Streams of events and logs that may be open at once."""
+    log_quota_bytes: int = 32 << 20
+    """Of each stream of each rank in each attempt."""
     lease_s: float = 5.0
     """How long a silent control plane keeps the reconciler's lease."""
     plan_timeout_s: float = 300.0
@@ -107,6 +111,8 @@ _VARIABLES: Mapping[str, tuple[str, Any]] = {
     "planner": ("DMUON_PLANNER", str),
     "metrics_grace_s": ("DMUON_METRICS_GRACE_S", float),
     "max_request_bytes": ("DMUON_MAX_REQUEST_BYTES", int),
+    "max_streams": ("DMUON_MAX_STREAMS", int),
+    "log_quota_bytes": ("DMUON_LOG_QUOTA_BYTES", int),
 }
 
 

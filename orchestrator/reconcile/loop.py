@@ -13,6 +13,7 @@ from pathlib import Path
 from orchestrator.clock import Clock
 from orchestrator.errors import LeaseLost
 from orchestrator.launcher_api import Launcher
+from orchestrator.logs import LogStore
 from orchestrator.planner import Planner
 from orchestrator.reconcile.admission import admit_queued
 from orchestrator.reconcile.attempts import drive_attempt
@@ -47,6 +48,8 @@ class Reconciler:
         changed: Callable[[], None] = lambda: None,
         timed: Callable[[float], None] = lambda _seconds: None,
         checkpoints: Path | None = None,
+        logs: LogStore | None = None,
+        log_quota_bytes: int = 32 << 20,
     ) -> None:
         self.context = Context(
             database=database,
@@ -56,6 +59,8 @@ class Reconciler:
             holder=secrets.token_hex(8),
             changed=changed,
             checkpoints=checkpoints,
+            logs=logs,
+            log_quota_bytes=log_quota_bytes,
         )
         self._interval_s, self._lease_s, self._timed = interval_s, lease_s, timed
         self._stop = threading.Event()
