@@ -5,16 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from grafana_foundation_sdk.builders import bargauge, dashboard, prometheus, stat, timeseries
+from grafana_foundation_sdk.builders.common import ReduceDataOptions
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.common import BigValueTextMode
 from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
+    DashboardLinkType,
     DataSourceRef,
     Threshold,
     ThresholdsMode,
     VariableRefresh,
 )
 
-from dashboards.panels import Board, PanelSpec
+from dashboards.panels import Annotation, Board, PanelSpec
 
 __all__ = ["DATASOURCE", "render"]
 
@@ -35,10 +38,13 @@ def render(board: Board) -> str:
         .timezone("browser")
         .tooltip(DashboardCursorSync.CROSSHAIR)
         .readonly()
+        .link(_link_to_others())
         .with_variable(dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus"))
     )
     if board.by_job:
-        builder = builder.with_variable(_job_variable()).annotation(_kernel_changes())
+        builder = builder.with_variable(_job_variable())
+    for mark in board.annotations:
+        builder = builder.annotation(_annotation(mark))
     next_id = 1
     for row in board.rows:
         builder = builder.with_row(dashboard.Row(row.title).id(next_id))
@@ -48,6 +54,11 @@ def render(board: Board) -> str:
             next_id += 1
     text: str = JSONEncoder(sort_keys=True, indent=2).encode(builder.build())
     return text + "\n"
+
+
+def _link_to_others() -> Any:
+    link = dashboard.DashboardLink("DMuon boards").type(DashboardLinkType.DASHBOARDS).tags(["dmuon"])
+    return link.as_dropdown(True).include_vars(True).keep_time(True)
 
 
 def _job_variable() -> Any:
@@ -60,16 +71,9 @@ def _job_variable() -> Any:
     )
 
 
-def _kernel_changes() -> Any:
-    """Marks where all ranks of the job changed what they launch: a swap, a trip, an operator's word."""
-    return (
-        dashboard.AnnotationQuery()
-        .name("Kernel changes")
-        .datasource(DATASOURCE)
-        .enable(True)
-        .icon_color("orange")
-        .expr('changes(dmuon_kernel_epoch{job="$job", rank="0"}[$__interval]) > 0')
-    )
+def _annotation(mark: Annotation) -> Any:
+    query = dashboard.AnnotationQuery().name(mark.name).datasource(DATASOURCE).enable(True)
+    return query.icon_color(mark.color).expr(mark.expr)
 
 
 def _panel(spec: PanelSpec, panel_id: int) -> Any:
@@ -88,9 +92,13 @@ def _panel(spec: PanelSpec, panel_id: int) -> Any:
         panel = panel.min(spec.minimum)
     if spec.maximum is not None:
         panel = panel.max(spec.maximum)
+    if spec.kind == "stat":
+        # Only what is there now: a state that has passed is a series that ended, and its last value would stay.
+        panel = panel.reduce_options(ReduceDataOptions().calcs(["last"]))
+        panel = panel.text_mode(BigValueTextMode.VALUE_AND_NAME if spec.named else BigValueTextMode.AUTO)
     for number, query in enumerate(spec.queries):
         target = prometheus.Dataquery().expr(query.expr).legend_format(query.legend).ref_id(chr(ord("A") + number))
-        panel = panel.with_target(target.range())
+        panel = panel.with_target(target.range() if spec.kind == "timeseries" else target.instant())
     return panel
 
 

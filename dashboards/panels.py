@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Board", "PanelSpec", "Query", "RowSpec"]
+__all__ = ["Annotation", "Board", "PanelSpec", "Query", "RowSpec"]
 
 Kind = Literal["timeseries", "stat", "bargauge"]
 
@@ -35,6 +35,8 @@ class PanelSpec:
     maximum: float | None = None
     warn_above: float | None = None
     warn_below: float | None = None
+    named: bool = False
+    """True shows the legend beside the value of a stat: who it is, not only how much."""
     filled_by: str | None = None
 
     def __post_init__(self) -> None:
@@ -53,6 +55,16 @@ class RowSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Annotation:
+    """Marks on the time axis of a board, where ``expr`` has a value. ``filled_by`` names what makes one."""
+
+    name: str
+    expr: str
+    color: str
+    filled_by: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Board:
     """A dashboard. ``uid`` never changes: links and provisioning depend on it."""
 
@@ -62,6 +74,7 @@ class Board:
     rows: tuple[RowSpec, ...]
     by_job: bool
     """True adds the variable ``job``."""
+    annotations: tuple[Annotation, ...] = ()
 
     @property
     def panels(self) -> tuple[PanelSpec, ...]:

@@ -6,17 +6,28 @@ So they survive a restart, a job's series vanish a grace period after its end, a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 from sqlalchemy.orm import Session
 
+from orchestrator._budget import JobSeries
 from orchestrator._families import Families
 from orchestrator.clock import Clock
-from orchestrator.store.attempts import attempts_of, totals_of
+from orchestrator.launcher_api import Capacity, Resources
+from orchestrator.store.attempts import attempts_of, count_restarts, totals_of
 from orchestrator.store.database import Database
-from orchestrator.store.jobs import count_by_reason, count_by_state, jobs_shown, plan_of, queue_waits
+from orchestrator.store.jobs import (
+    conditions_of,
+    count_by_reason,
+    count_by_state,
+    jobs_shown,
+    last_event_at,
+    plan_of,
+    queue_waits,
+)
 from orchestrator.store.kernels import breaker_rows, effective_states, transition_counts
 from orchestrator.store.models import Attempt, Breaker, Job
 from orchestrator.store.swaps import runtime_counts, runtime_rows, runtime_states, swap_counts
@@ -25,21 +36,43 @@ from orchestrator.totals import comm_sums, ns_sums, update_rms
 from worker.contract.kernels import BreakerState
 from worker.contract.messages import STEP_SECONDS_BUCKETS, RankReport
 from worker.contract.plan import PlanReport
+from worker.contract.spec import JobSpec
 from worker.contract.states import JobState, Reason
 
-__all__ = ["QUEUE_WAIT_BOUNDS_S", "StoreCollector", "registry_of"]
+__all__ = ["QUEUE_WAIT_BOUNDS_S", "ProcessFigures", "StoreCollector", "registry_of"]
 
 QUEUE_WAIT_BOUNDS_S = (0.5, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14_400.0, 86_400.0)
 Totals = Mapping[int, Mapping[int, RankReport]]
 """Last reports by attempt id and rank."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessFigures:
+    """What this process knows of itself and the store does not."""
+
+    http_seconds: Histogram
+    pass_seconds: Histogram
+    last_pass_at: float | None = None
+    """Wall clock; None before the first pass."""
+    open_streams: int = 0
+    capacity: Capacity | None = None
+    """What the cluster was last seen to have; None when it could not be asked."""
+
+
 def registry_of(
-    database: Database, clock: Clock, *, grace_s: float, http_seconds: Histogram, pass_seconds: Histogram
+    database: Database, clock: Clock, *, grace_s: float, series_budget: int, figures: ProcessFigures
 ) -> CollectorRegistry:
-    """Return a registry of its own, which holds the catalogue's families and nothing else."""
+    """Return a registry of its own, which holds the catalogue's families and nothing else.
+
+    Args:
+        database: the store.
+        clock: wall clock, seconds since the epoch.
+        grace_s: how long the series of a finished job stay.
+        series_budget: how many series a job may export.
+        figures: what this process measured of itself.
+    """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(StoreCollector(database, clock, grace_s, http_seconds, pass_seconds))
+    registry.register(StoreCollector(database, clock, grace_s, series_budget, figures))
     return registry
 
 
@@ -47,28 +80,49 @@ class StoreCollector(Collector):
     """All families of the catalogue, from one consistent look at the store."""
 
     def __init__(
-        self, database: Database, clock: Clock, grace_s: float, http_seconds: Histogram, pass_seconds: Histogram
+        self, database: Database, clock: Clock, grace_s: float, series_budget: int, figures: ProcessFigures
     ) -> None:
         self._database, self._clock, self._grace_s = database, clock, grace_s
-        self._http_seconds, self._pass_seconds = http_seconds, pass_seconds
+        self._series_budget, self._figures = series_budget, figures
 
     def collect(self) -> Iterator[Family]:
         """Yield the families."""
         families = Families()
-        families.add_histogram("dmuon_http_request_duration_seconds", self._http_seconds)
-        families.add_histogram("dmuon_reconcile_duration_seconds", self._pass_seconds)
+        _add_process(families, self._figures)
         with self._database.read() as session:
             _add_service(families, session)
             breakers = breaker_rows(session)
             for job in jobs_shown(session, self._clock() - self._grace_s):
-                attempts = attempts_of(session, job.id)
-                totals = totals_of(session, [row.id for row in attempts])
-                _add_job(families, job, attempts)
-                _add_breakers(families, session, job, attempts, breakers)
-                _add_plan(families, job.id, plan_of(session, job))
-                _add_totals(families, job.id, totals)
-                _add_last(families, job.id, totals)
+                series = JobSeries(families)
+                _add_job_series(series, session, job, breakers)
+                kept, dropped = series.flush(self._series_budget)
+                families.add("dmuon_metrics_series", (job.id,), kept)
+                families.add("dmuon_metrics_series_dropped", (job.id,), dropped)
         yield from families.all()
+
+
+def _add_job_series(series: JobSeries, session: Session, job: Job, breakers: Sequence[Breaker]) -> None:
+    attempts = attempts_of(session, job.id)
+    totals = totals_of(session, [row.id for row in attempts])
+    _add_job(series, job, attempts)
+    _add_breakers(series, session, job, attempts, breakers)
+    _add_conditions(series, session, job)
+    _add_plan(series, job.id, plan_of(session, job))
+    _add_totals(series, job.id, totals)
+    _add_last(series, job.id, totals)
+
+
+def _add_process(families: Families, figures: ProcessFigures) -> None:
+    families.add_histogram("dmuon_http_request_duration_seconds", figures.http_seconds)
+    families.add_histogram("dmuon_reconcile_duration_seconds", figures.pass_seconds)
+    families.add("dmuon_open_streams", (), figures.open_streams)
+    if figures.last_pass_at is not None:
+        families.add("dmuon_reconcile_timestamp_seconds", (), figures.last_pass_at)
+    if figures.capacity is not None:
+        total = sum(figures.capacity.nodes, Resources())
+        for amount, found in (("total", total), ("free", figures.capacity.free)):
+            families.add("dmuon_cluster_resources", ("cpus", amount), found.cpus)
+            families.add("dmuon_cluster_resources", ("gpus", amount), found.gpus)
 
 
 def _add_service(families: Families, session: Session) -> None:
@@ -87,9 +141,12 @@ def _add_service(families: Families, session: Session) -> None:
         families.add("dmuon_breaker_transitions_total", labels, number)
     for result, number in swap_counts(session).items():
         families.add("dmuon_kernel_swaps_total", (result,), number)
+    restarts = count_restarts(session)
+    for reason in Reason:
+        families.add("dmuon_restarts_total", (reason,), restarts.get(reason, 0))
 
 
-def _add_job(families: Families, job: Job, attempts: Sequence[Attempt]) -> None:
+def _add_job(families: JobSeries, job: Job, attempts: Sequence[Attempt]) -> None:
     families.add("dmuon_job_info", (job.id, job.name, job.project), 1)
     for state in JobState:
         families.add("dmuon_job_state", (job.id, state), job.state == state)
@@ -98,7 +155,7 @@ def _add_job(families: Families, job: Job, attempts: Sequence[Attempt]) -> None:
 
 
 def _add_breakers(
-    families: Families, session: Session, job: Job, attempts: Sequence[Attempt], breakers: Sequence[Breaker]
+    families: JobSeries, session: Session, job: Job, attempts: Sequence[Attempt], breakers: Sequence[Breaker]
 ) -> None:
     """The operator's word where there is one, else the worst state that a breaker of the last attempt came to."""
     moved = runtime_states(runtime_rows(session, job.id, attempts[-1].number)) if attempts else {}
@@ -108,7 +165,19 @@ def _add_breakers(
             families.add("dmuon_breaker_state", (job.id, kernel, breaker_state), now is breaker_state)
 
 
-def _add_plan(families: Families, job: str, plan: PlanReport | None) -> None:
+def _add_conditions(families: JobSeries, session: Session, job: Job) -> None:
+    for row in conditions_of(session, job.id):
+        for status in ("True", "False", "Unknown"):
+            families.add("dmuon_job_condition", (job.id, row.type, status), row.status == status)
+    saved_at = last_event_at(session, job.id, "checkpoint_saved")
+    if saved_at is not None:
+        families.add("dmuon_checkpoint_timestamp_seconds", (job.id,), saved_at)
+    every = JobSpec.model_validate_json(job.spec).checkpoint.every_steps
+    if every is not None:
+        families.add("dmuon_checkpoint_every_steps", (job.id,), every)
+
+
+def _add_plan(families: JobSeries, job: str, plan: PlanReport | None) -> None:
     if plan is None:
         return
     if plan.ns_matrices is not None:
@@ -126,7 +195,7 @@ def _add_plan(families: Families, job: str, plan: PlanReport | None) -> None:
         families.add("dmuon_parameter_elements", (job, entry.route), entry.elements)
 
 
-def _add_totals(families: Families, job: str, totals: Totals) -> None:
+def _add_totals(families: JobSeries, job: str, totals: Totals) -> None:
     """Counters: summed over ranks and attempts, so that another attempt never takes them back."""
     reports = [report for ranks in totals.values() for report in ranks.values()]
     if not reports:
@@ -148,7 +217,8 @@ def _add_totals(families: Families, job: str, totals: Totals) -> None:
     for kernel in sorted({kernel for report in reports for kernel in report.compared_launches}):
         number = sum(report.compared_launches.get(kernel, 0) for report in reports)
         families.add("dmuon_ns_compared_launches_total", (job, kernel), number)
-    families.add("dmuon_ns_fallback_calls_total", (job,), sum(report.fallback_calls for report in reports))
+    if any(report.kernel is not None for report in reports):
+        families.add("dmuon_ns_fallback_calls_total", (job,), sum(report.fallback_calls for report in reports))
     families.add("dmuon_tokens_total", (job,), sum(report.tokens_total for report in reports))
     families.add("dmuon_steps_total", (job,), _sum_of_largest(totals, "steps_done"))
     families.add("dmuon_skipped_steps_total", (job,), _sum_of_largest(totals, "skipped_total"))
@@ -159,7 +229,7 @@ def _sum_of_largest(totals: Totals, field: str) -> int:
     return sum(max(int(getattr(report, field)) for report in ranks.values()) for ranks in totals.values())
 
 
-def _add_step_histogram(families: Families, job: str, leads: Sequence[RankReport]) -> None:
+def _add_step_histogram(families: JobSeries, job: str, leads: Sequence[RankReport]) -> None:
     if not leads:
         return
     counts = [sum(column) for column in zip(*(lead.step_seconds_buckets for lead in leads), strict=True)]
@@ -168,7 +238,7 @@ def _add_step_histogram(families: Families, job: str, leads: Sequence[RankReport
     families.add_buckets("dmuon_step_duration_seconds", (job,), STEP_SECONDS_BUCKETS, cumulative, total)
 
 
-def _add_last(families: Families, job: str, totals: Totals) -> None:
+def _add_last(families: JobSeries, job: str, totals: Totals) -> None:
     """Gauges: by the last attempt that has reported."""
     if not totals:
         return

@@ -41,6 +41,8 @@ class Settings:
     planner: PlannerMode = "process"
     metrics_grace_s: float = 300.0
     """How long a finished job's series stay."""
+    metrics_series_budget: int = 200
+    """How many Prometheus series a job may export; families over it are left out whole and counted."""
     max_request_bytes: int = 1 << 20
     max_streams: int = 2000
     """Streams of events and logs that may be open at once."""
@@ -110,6 +112,7 @@ _VARIABLES: Mapping[str, tuple[str, Any]] = {
     "ray_address": ("DMUON_RAY_ADDRESS", str),
     "planner": ("DMUON_PLANNER", str),
     "metrics_grace_s": ("DMUON_METRICS_GRACE_S", float),
+    "metrics_series_budget": ("DMUON_METRICS_SERIES_BUDGET", int),
     "max_request_bytes": ("DMUON_MAX_REQUEST_BYTES", int),
     "max_streams": ("DMUON_MAX_STREAMS", int),
     "log_quota_bytes": ("DMUON_LOG_QUOTA_BYTES", int),

@@ -7,7 +7,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from orchestrator.api.service import ServiceOf
-from orchestrator.exporter import registry_of
+from orchestrator.exporter import ProcessFigures, registry_of
 from orchestrator.store.jobs import count_by_state
 
 __all__ = ["router"]
@@ -45,7 +45,13 @@ def metrics(service: ServiceOf) -> Response:
         service.database,
         service.clock,
         grace_s=service.settings.metrics_grace_s,
-        http_seconds=service.http_seconds,
-        pass_seconds=service.pass_seconds,
+        series_budget=service.settings.metrics_series_budget,
+        figures=ProcessFigures(
+            http_seconds=service.http_seconds,
+            pass_seconds=service.pass_seconds,
+            last_pass_at=service.reconciler.last_pass_at,
+            open_streams=service.hub.open_streams,
+            capacity=service.reconciler.capacity,
+        ),
     )
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

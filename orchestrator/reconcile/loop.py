@@ -11,14 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from orchestrator.clock import Clock
-from orchestrator.errors import LeaseLost
-from orchestrator.launcher_api import Launcher
+from orchestrator.errors import LauncherUnavailable, LeaseLost
+from orchestrator.launcher_api import Capacity, Launcher
 from orchestrator.logs import LogStore
 from orchestrator.planner import Planner
 from orchestrator.reconcile.admission import admit_queued
 from orchestrator.reconcile.attempts import drive_attempt
 from orchestrator.reconcile.context import Context
 from orchestrator.reconcile.planning import plan_submitted
+from orchestrator.reconcile.preemption import preempt_for_priority
+from orchestrator.reconcile.succession import queue_restarts
 from orchestrator.store.database import Database
 from orchestrator.store.idempotency import forget_old
 from orchestrator.store.jobs import jobs_in
@@ -31,6 +33,8 @@ __all__ = ["Reconciler"]
 
 _log = logging.getLogger(__name__)
 _SWEEP_S = 3600.0
+_CAPACITY_S = 10.0
+"""How often the cluster's capacity is looked at for those who watch; admission asks for itself."""
 
 
 class Reconciler:
@@ -67,9 +71,12 @@ class Reconciler:
         self._wake = (threading.Event(), threading.Event())
         self._threads: list[threading.Thread] = []
         self._next_sweep = 0.0
+        self._next_look = -math.inf
         self._renew_at = -math.inf
         self.last_pass_at: float | None = None
         """Wall clock at the end of the last pass; None before the first."""
+        self.capacity: Capacity | None = None
+        """What the cluster was last seen to have; None when it could not be asked."""
 
     def start(self) -> None:
         """Begin; the threads end by :meth:`stop`."""
@@ -99,6 +106,8 @@ class Reconciler:
             return
         began = time.perf_counter()
         self._expire()
+        queue_restarts(self.context)
+        preempt_for_priority(self.context)
         admit_queued(self.context)
         with self.context.database.read() as session:
             jobs = jobs_in(session, JobState.STARTING, JobState.RUNNING, JobState.STOPPING)
@@ -111,6 +120,7 @@ class Reconciler:
                 raise
             except Exception:
                 _log.exception("job %s could not be driven; the next pass tries again", job.id)
+        self._look_at_capacity()
         self._sweep()
         self.last_pass_at = self.context.clock()
         self._timed(time.perf_counter() - began)
@@ -128,6 +138,17 @@ class Reconciler:
             held = acquire(session, LEASE, context.holder, now=now, duration_s=self._lease_s)
         self._renew_at = now + self._lease_s / 3 if held else -math.inf
         return held
+
+    def _look_at_capacity(self) -> None:
+        now = self.context.clock()
+        if now < self._next_look:
+            return
+        self._next_look = now + _CAPACITY_S
+        try:
+            self.capacity = self.context.launcher.capacity()
+        except LauncherUnavailable as error:
+            self.capacity = None
+            _log.warning("the cluster's capacity is not known: %s", error)
 
     def _expire(self) -> None:
         with self.context.database.read() as session:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Sequence
 
-from sqlalchemy import insert, select
-from sqlalchemy.orm import Session
+from sqlalchemy import func, insert, select
+from sqlalchemy.orm import Session, aliased
 
 from orchestrator.store.models import Attempt, Job, RankErrorRow, RankReportRow, RankTotals
 from orchestrator.store.swaps import close_swaps, note_milestone
@@ -15,8 +15,8 @@ from worker.contract.errors import ErrorValue
 from worker.contract.messages import AttemptEnd, Entry, Milestone, PollBatch, RankError, RankReport
 
 __all__ = [
-    "append_batch", "attempt_by_id", "attempts_of", "errors_of", "last_attempt", "new_attempt", "reports_at",
-    "reports_of_steps", "totals_of",
+    "append_batch", "attempt_by_id", "attempts_of", "count_restarts", "errors_of", "last_attempt", "new_attempt",
+    "reports_at", "reports_of_steps", "totals_of",
 ]  # fmt: skip
 
 
@@ -49,6 +49,14 @@ def last_attempt(session: Session, job_id: str) -> Attempt | None:
 def attempts_of(session: Session, job_id: str) -> Sequence[Attempt]:
     """Return a job's attempts, oldest first."""
     return session.scalars(select(Attempt).where(Attempt.job_id == job_id).order_by(Attempt.number)).all()
+
+
+def count_restarts(session: Session) -> dict[str, int]:
+    """Return how many attempts followed another one, by the reason for which that one ended."""
+    following = aliased(Attempt)
+    pairs = (following.job_id == Attempt.job_id) & (following.number == Attempt.number + 1)
+    query = select(Attempt.end_reason, func.count()).join(following, pairs).group_by(Attempt.end_reason)
+    return {str(reason): number for reason, number in session.execute(query)}
 
 
 def attempt_by_id(session: Session, attempt_id: int) -> Attempt:

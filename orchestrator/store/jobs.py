@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 
 from orchestrator.errors import InvalidPageToken, JobFinished, NotFound
 from orchestrator.store.models import Condition, Event, Job, JobLabel, Plan
+from orchestrator.store.stops import ALIVE, turn_into_cancellation
 from orchestrator.store.transitions import Guard, add_event, change_state, locked_job
 from worker.contract.plan import PlanReport
 from worker.contract.spec import JobSpec
@@ -21,7 +22,8 @@ from worker.contract.states import JobState, Reason
 
 __all__ = [
     "JobFilter", "cancel_job", "conditions_of", "count_by_reason", "count_by_state", "events_after", "find_job",
-    "jobs_in", "jobs_shown", "keep_plan", "last_events", "list_jobs", "plan_of", "queue_waits", "submit_job",
+    "jobs_in", "jobs_shown", "keep_plan", "last_event_at", "last_events", "list_jobs", "plan_of", "queue_waits",
+    "submit_job",
 ]  # fmt: skip
 
 _LAST_EVENT = 2**31 - 2
@@ -84,12 +86,13 @@ def cancel_job(session: Session, job_id: str, *, now: float) -> Job:
     """
     job = locked_job(session, job_id)
     state = JobState(job.state)
+    if state is JobState.STOPPING:
+        turn_into_cancellation(session, job, now=now)
     if state is JobState.CANCELLED or state is JobState.STOPPING:
         return job
     if state.terminal:
         raise JobFinished(f"job {job_id} is {state} ({job.reason}): there is nothing to cancel")
-    running = state in (JobState.STARTING, JobState.RUNNING)
-    new = JobState.STOPPING if running else JobState.CANCELLED
+    new = JobState.STOPPING if state in ALIVE else JobState.CANCELLED
     guard = Guard(job.version)
     return change_state(
         session, job_id, new, guard=guard, now=now, reason=Reason.CANCELLED, message="cancelled on request"
@@ -178,6 +181,12 @@ def last_events(session: Session, job_ids: Sequence[str]) -> dict[str, int]:
         rows = session.execute(select(Job.id, Job.last_event).where(Job.id.in_(part)))
         found |= {row.id: row.last_event for row in rows}
     return found
+
+
+def last_event_at(session: Session, job_id: str, kind: str) -> float | None:
+    """Return when an event of ``kind`` last happened to the job; None when it never did."""
+    found = session.scalar(select(func.max(Event.at)).where(Event.job_id == job_id, Event.kind == kind))
+    return None if found is None else float(found)
 
 
 def conditions_of(session: Session, job_id: str) -> Sequence[Condition]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from dashboards.__main__ import GENERATED
 from tests.architecture.source import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -91,19 +92,29 @@ def test_prometheus_accepts_its_configuration(tmp_path: Path) -> None:
         pytest.skip("promtool is not installed (Debian: apt-get install prometheus)")
     folder = tmp_path / "prometheus"
     shutil.copytree(DEPLOY / "prometheus", folder)
+    shutil.copytree(GENERATED / "prometheus", folder / "rules")
     (folder / "token").write_text("x")
     done = subprocess.run(
         ["promtool", "check", "config", str(folder / "prometheus.yml")], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "rules found" in done.stdout, "the rules are loaded"
     targets: list[dict[str, Any]] = yaml.safe_load((folder / "targets" / "compose.yml").read_text())
     host, port = targets[0]["targets"][0].split(":")
     service = compose()["services"][host]
     assert service["environment"]["DMUON_PORT"] == port
+    (receivers,) = yaml.safe_load((folder / "alertmanagers" / "compose.yml").read_text())
+    assert receivers["targets"][0].split(":")[0] in compose()["services"]
 
 
 def test_grafana_provisioning_points_at_the_generated_files() -> None:
     provider = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/dmuon.yml").read_text())["providers"][0]
-    mounted = [v for v in compose()["services"]["grafana"]["volumes"] if v.startswith("../dashboards/generated:")]
+    mounted = [
+        v for v in compose()["services"]["grafana"]["volumes"] if v.startswith("../dashboards/generated/grafana:")
+    ]
     assert mounted and provider["options"]["path"] == mounted[0].split(":")[1]
-    assert list((ROOT / "dashboards" / "generated").glob("*.json"))
+    assert list((GENERATED / "grafana").glob("*.json"))
+    home = compose()["services"]["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert (GENERATED / "grafana" / Path(home).name).exists()
+    sources = yaml.safe_load((DEPLOY / "grafana/provisioning/datasources/prometheus.yml").read_text())["datasources"]
+    assert {source["url"].split("/")[2].split(":")[0] for source in sources} <= set(compose()["services"])

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from dashboards.__main__ import GENERATED
 from orchestrator.cli.own_service import OwnService
 from tests.architecture.source import ROOT
 
@@ -37,6 +38,11 @@ class Prometheus:
         found: list[dict[str, Any]] = self._client.get("/api/v1/targets").json()["data"]["activeTargets"]
         return found
 
+    def rules(self) -> list[dict[str, Any]]:
+        """The groups of rules with what came of their last evaluation."""
+        found: list[dict[str, Any]] = self._client.get("/api/v1/rules").json()["data"]["groups"]
+        return found
+
     def ready(self) -> bool:
         """True once it answers."""
         try:
@@ -51,6 +57,8 @@ def running_prometheus(service: OwnService, folder: Path) -> Iterator[Prometheus
     configuration = folder / "prometheus"
     shutil.copytree(ROOT / "deploy" / "prometheus", configuration)
     (configuration / "targets" / "compose.yml").write_text(f'- targets: ["{service.url.removeprefix("http://")}"]\n')
+    shutil.copytree(GENERATED / "prometheus", configuration / "rules")
+    (configuration / "alertmanagers" / "compose.yml").unlink()
     (configuration / "token").write_text(service.token)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import time
@@ -12,7 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from dashboards.__main__ import BOARDS
+from dashboards.boards import BOARDS
+from dashboards.rules import ALERTS, RECORDINGS
 from orchestrator import resources as r
 from orchestrator.cli.own_service import OwnService
 from orchestrator.cli.report import collect_report, render_report
@@ -30,19 +32,30 @@ class Run:
     routes: r.RoutesResource
     losses: list[float | None]
     queried: dict[str, list[dict[str, Any]]]
-    """Series by query, asked in the middle of the run."""
+    """Series by query of a panel, recording or operand of an alert, asked in the middle of the run."""
+    groups: list[dict[str, Any]]
+    """Rule groups as Prometheus evaluated them."""
     exposition: str
     report: r.JobResource | str
 
 
 def _ask_every_query(prometheus: Any, job_id: str) -> dict[str, list[dict[str, Any]]]:
-    found = {}
+    asked = {rule.record: rule.record for rule in RECORDINGS if rule.filled_by is None}
     for board in BOARDS:
         for panel in board.panels:
-            for query in panel.queries:
-                expr = query.expr.replace("$__rate_interval", "30s").replace("$job", job_id)
-                found[f"{board.uid} / {panel.title} / {query.expr}"] = prometheus.query(expr)
-    return found
+            if panel.filled_by is None:
+                asked |= {f"{board.uid} / {panel.title} / {query.expr}": query.expr for query in panel.queries}
+    for alert in ALERTS:  # one that fires would be the surprise: here its operands must be there to look at
+        asked |= {f"{alert.name} / {name}": name for name in re.findall(r"[\w:]*dmuon_[\w:]+", alert.expr)}
+    asked = {where: expr for where, expr in asked.items() if expr not in LATER}
+    return {
+        where: prometheus.query(expr.replace("$__rate_interval", "30s").replace("$job", job_id))
+        for where, expr in asked.items()
+    }
+
+
+LATER = {"dmuon_checkpoint_timestamp_seconds", "dmuon_checkpoint_every_steps"}
+"""Of a job that saves checkpoints; this one is asked before it does."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +70,7 @@ def run(service: OwnService, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         while len(prometheus.query(f'dmuon_steps_total{{job="{job.id}"}}[30s]')) == 0 or time.monotonic() - begin < 16:
             time.sleep(1)
         assert [target["health"] for target in prometheus.targets()] == ["up"], prometheus.targets()
-        queried = _ask_every_query(prometheus, job.id)
+        queried, groups = _ask_every_query(prometheus, job.id), prometheus.rules()
         ended = wait_until_ended(client, job.id, timeout_s=300)
         exposition = httpx.get(f"{service.url}/metrics", trust_env=False).text
         points = []
@@ -66,7 +79,7 @@ def run(service: OwnService, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             points += page
             after = page[-1].step
         yield Run(
-            ended, client.routes(job.id), [p.loss for p in points], queried, exposition,
+            ended, client.routes(job.id), [p.loss for p in points], queried, groups, exposition,
             str(render_report(collect_report(client, job.id))),
         )  # fmt: skip
 
@@ -120,6 +133,14 @@ def test_every_query_of_every_panel_returned_data(run: Run) -> None:
         if not any(entry["value"][1] not in ("NaN", "+Inf", "-Inf") for entry in series)
     }
     assert not broken, f"panels that show no number: {broken}"
+
+
+def test_rules_are_evaluated_and_a_healthy_job_raises_no_alert(run: Run) -> None:
+    rules = [rule for group in run.groups for rule in group["rules"]]
+    assert {rule["name"] for rule in rules} == {r.record for r in RECORDINGS} | {a.name for a in ALERTS}
+    assert not [rule for rule in rules if rule["health"] != "ok"]
+    firing = [alert["labels"]["alertname"] for rule in rules for alert in rule.get("alerts", [])]
+    assert not firing, firing
 
 
 def test_exposition_is_clean(run: Run) -> None:

@@ -5,10 +5,18 @@ from __future__ import annotations
 import math
 
 import pytest
+from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
+from orchestrator.api.app import create_app
+from orchestrator.exporter import ProcessFigures, registry_of
+from orchestrator.launcher_api import Resources
+from orchestrator.store.attempts import append_batch, attempt_by_id, last_attempt, new_attempt
+from orchestrator.store.jobs import find_job
+from orchestrator.timings import Histogram
 from tests.orchestrator.conftest import World
-from tests.orchestrator.fakes import FORWARD, MATRICES, make_report
+from tests.orchestrator.fakes import FORWARD, MATRICES, FakeAttempt, make_report
+from worker.contract.messages import Entry, PollBatch
 from worker.contract.metrics import CATALOGUE
 from worker.contract.states import Reason
 
@@ -30,8 +38,9 @@ def value(samples: Samples, name: str, **labels: str) -> float:
 
 
 def with_reports(world: World) -> str:
-    job = world.running()
+    job = world.running(checkpoint={"every_steps": 2})
     world.attempt(job).steps(1, 2)
+    world.attempt(job).milestone("checkpoint_saved")
     world.turn()
     return job
 
@@ -117,3 +126,77 @@ def test_a_loss_that_is_no_number_is_shown(world: World) -> None:
     world.attempt(job).push(make_report(0, 1, loss=float("nan")))
     world.turn()
     assert math.isnan(value(scrape(world), "dmuon_loss", job=job))
+
+
+def test_totals_continue_over_a_restart_of_the_control_plane_and_of_the_workers(world: World) -> None:
+    job = with_reports(world)
+    before = scrape(world)
+    again = create_app(world.settings, world.launcher, world.planner, world.clock, reconcile=False)
+    with TestClient(again) as client:
+        families = text_string_to_metric_families(client.get("/metrics").text)
+        after = {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+    totals = {key: old for key, old in before.items() if key[0].endswith("_total")}
+    assert totals and {key: after[key] for key in totals} == totals, "all of it comes from the store"
+    second = new_attempt_row(world, job)
+    world.launcher.attempts[job, 2] = FakeAttempt(world.attempt(job).start)
+    with world.database.write() as session:
+        batch = PollBatch(entries=(Entry(seq=1, body=make_report(0, 1)),), dropped=0, alive_ranks=1, ended=False)
+        append_batch(session, find_job(session, job), attempt_by_id(session, second), batch)
+    found = scrape(world)
+    assert value(found, "dmuon_steps_total", job=job) == 2 + 1, "steps of both attempts"
+    assert value(found, "dmuon_restarts_total", reason="worker_lost") == 1
+    assert all(found[key] >= old for key, old in totals.items())
+
+
+def new_attempt_row(world: World, job: str) -> int:
+    """A second attempt, the first having lost a worker; return its id."""
+    with world.database.write() as session:
+        row = find_job(session, job)
+        first = last_attempt(session, job)
+        assert first is not None
+        first.ended_at, first.end_reason = 1.0, Reason.WORKER_LOST
+        return new_attempt(session, row, now=2.0, epoch=0).id
+
+
+def test_a_job_over_its_budget_of_series_keeps_whole_families(world: World) -> None:
+    with_reports(world)
+    full = scrape(world)
+    exported = next(v for (n, _), v in full.items() if n == "dmuon_metrics_series")
+    per_rank = {n for n, labels in full if "rank" in dict(labels)}
+    registry = registry_of(
+        world.database,
+        world.clock,
+        grace_s=60.0,
+        series_budget=int(exported) - 1,
+        figures=ProcessFigures(http_seconds=Histogram(), pass_seconds=Histogram()),
+    )
+    tight = [s for f in registry.collect() for s in f.samples if "job" in s.labels]
+    names = {s.name for s in tight}
+    (gone,) = {n for n, labels in full if "job" in dict(labels)} - names
+    assert gone in per_rank, "what grows with the ranks goes first"
+    assert not [s for s in tight if s.name == gone], "half a family would give a wrong maximum"
+    figures = {s.name: s.value for s in tight if s.name.startswith("dmuon_metrics_series")}
+    assert figures["dmuon_metrics_series"] + figures["dmuon_metrics_series_dropped"] == exported
+    assert figures["dmuon_metrics_series_dropped"] == 2
+
+
+def test_what_the_cluster_has_and_when_nobody_can_say(world: World) -> None:
+    world.launcher.free = Resources(cpus=1)
+    world.turn()
+    found = scrape(world)
+    assert value(found, "dmuon_cluster_resources", resource="cpus", amount="total") == 4
+    assert value(found, "dmuon_cluster_resources", resource="cpus", amount="free") == 1
+    world.launcher.unreachable = True
+    world.clock.advance(11)
+    world.turn()
+    assert not [name for name, _ in scrape(world) if name == "dmuon_cluster_resources"], "absent, not zero"
+
+
+def test_conditions_are_series_and_turn_false_with_what_ran(world: World) -> None:
+    job = with_reports(world)
+    assert value(scrape(world), "dmuon_job_condition", job=job, type="RoutesVerified", status="True") == 1
+    world.attempt(job).push(make_report(0, 3, matrices=8), make_report(1, 3))
+    world.turn()
+    found = scrape(world)
+    assert value(found, "dmuon_job_condition", job=job, type="RoutesVerified", status="False") == 1
+    assert value(found, "dmuon_job_condition", job=job, type="RoutesVerified", status="True") == 0

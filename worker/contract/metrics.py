@@ -76,15 +76,25 @@ CATALOGUE: tuple[Metric, ...] = (
     # Jobs and queue.
     _m("dmuon_job_info", "gauge", "1", "job name project", "1 for a job that is alive or in its grace period"),
     _m("dmuon_job_state", "gauge", "1", "job state", "1 for the state that the job is in, else 0"),
+    _m("dmuon_job_condition", "gauge", "1", "job type status",
+       "1 for the status that a condition of the job has, else 0"),
     _m("dmuon_job_attempts_total", "counter", "1", "job", "Attempts that were started"),
+    _m("dmuon_checkpoint_timestamp_seconds", "gauge", "seconds", "job", "When the last complete checkpoint was saved"),
+    _m("dmuon_checkpoint_every_steps", "gauge", "1", "job", "Steps between two checkpoints, by the job's spec"),
+    _m("dmuon_restarts_total", "counter", "1", "reason", "Attempts that followed another one, by why that one ended"),
     _m("dmuon_jobs", "gauge", "1", "state", "Jobs in each state"),
     _m("dmuon_jobs_finished_total", "counter", "1", "reason", "Jobs that ended, by reason"),
     _m("dmuon_queue_depth", "gauge", "1", "", "Jobs that wait"),
     _m("dmuon_queue_wait_seconds", "histogram", "seconds", "", "From submission to the start of the first attempt"),
+    _m("dmuon_cluster_resources", "gauge", "1", "resource amount", "CPUs and GPUs of the cluster, in all and free"),
     # The control plane itself.
     _m("dmuon_http_request_duration_seconds", "histogram", "seconds", "handler method code",
        "Time to answer a request, by URL template"),
     _m("dmuon_reconcile_duration_seconds", "histogram", "seconds", "", "One pass of the reconciler"),
+    _m("dmuon_reconcile_timestamp_seconds", "gauge", "seconds", "", "When the reconciler last finished a pass"),
+    _m("dmuon_open_streams", "gauge", "1", "", "Streams of events that are open"),
+    _m("dmuon_metrics_series", "gauge", "1", "job", "Series that a job exports"),
+    _m("dmuon_metrics_series_dropped", "gauge", "1", "job", "Series of a job that are over its budget and left out"),
     _m("dmuon_reports_dropped_total", "counter", "1", "job", "Reports that left a full outbox unread"),
 )  # fmt: skip
 
