@@ -73,6 +73,14 @@ class Client(KernelCalls):
         """Cancel a job."""
         return self._ask(r.JobResource, "POST", f"/v1/jobs/{job_id}:cancel")
 
+    def pause(self, job_id: str) -> r.JobResource:
+        """Pause a job."""
+        return self._ask(r.JobResource, "POST", f"/v1/jobs/{job_id}:pause")
+
+    def resume(self, job_id: str) -> r.JobResource:
+        """Continue a paused job."""
+        return self._ask(r.JobResource, "POST", f"/v1/jobs/{job_id}:resume")
+
     def events(self, job_id: str, *, after: int = 0) -> r.EventPage:
         """Return the events that follow one."""
         return self._ask(r.EventPage, "GET", f"/v1/jobs/{job_id}/events", params={"after": str(after)})

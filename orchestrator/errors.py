@@ -17,7 +17,8 @@ __all__ = [
     "Forbidden", "IdempotencyMismatch", "IdempotencyRunning", "InvalidInput", "InvalidPageToken", "JobFinished",
     "LauncherUnavailable", "LeaseLost", "MethodNotAllowed", "NotFound", "PlanMismatch", "PlanRefusedProblem",
     "PlannerFailed", "PreconditionFailed", "Problem", "RayProcessError", "RequestRefused", "ServiceError",
-    "ServiceUnreachable", "SettingsInvalid", "SpecInvalidProblem", "StaleWrite", "StartFailed", "StoreUnusable",
+    "ServiceUnreachable", "SettingsInvalid", "SpecInvalidProblem", "StaleWrite", "StartFailed", "StoreUnavailable",
+    "StoreUnusable",
     "SupervisorGone", "SwapImpossible", "TooLarge", "Unauthorized", "UnsupportedType", "as_service_error",
     "error_of_status", "field_errors_of",
 ]  # fmt: skip
@@ -50,6 +51,12 @@ class StoreUnusable(ServiceError):
     """The database does not do what the store needs."""
 
     code, title = "store_unusable", "The database cannot be used"
+
+
+class StoreUnavailable(ServiceError):
+    """The database does not answer now; nothing was changed."""
+
+    code, status, title = "store_unavailable", 503, "The database cannot be reached"
 
 
 class StaleWrite(ServiceError):

@@ -217,7 +217,8 @@ def _add_totals(families: JobSeries, job: str, totals: Totals) -> None:
     for kernel in sorted({kernel for report in reports for kernel in report.compared_launches}):
         number = sum(report.compared_launches.get(kernel, 0) for report in reports)
         families.add("dmuon_ns_compared_launches_total", (job, kernel), number)
-    families.add("dmuon_ns_fallback_calls_total", (job,), sum(report.fallback_calls for report in reports))
+    if any(report.kernel is not None for report in reports):
+        families.add("dmuon_ns_fallback_calls_total", (job,), sum(report.fallback_calls for report in reports))
     families.add("dmuon_tokens_total", (job,), sum(report.tokens_total for report in reports))
     families.add("dmuon_steps_total", (job,), _sum_of_largest(totals, "steps_done"))
     families.add("dmuon_skipped_steps_total", (job,), _sum_of_largest(totals, "skipped_total"))

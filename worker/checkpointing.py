@@ -26,7 +26,9 @@ from worker.seat import Rank, tell
 
 __all__ = ["RunCheckpoints", "kernel_record", "open_checkpoints", "spec_digest"]
 
-_NOT_OF_THE_RUN = {"checkpoint", "failure", "resources", "labels", "name", "project"}
+_NOT_OF_THE_RUN = {
+    "checkpoint", "failure", "watchdog", "resources", "labels", "name", "project", "priority", "preemptible",
+}  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from worker.contract.errors import ErrorValue
@@ -69,7 +69,7 @@ def run_local(
 class _Gang:
     spec: JobSpec
     on_entry: Callable[[Body], None]
-    processes: dict[int, SpawnProcess] = field(default_factory=dict)
+    processes: dict[int, ForkServerProcess] = field(default_factory=dict)
     pipes: dict[int, Connection] = field(default_factory=dict)
     ends: dict[int, RankEnd] = field(default_factory=dict)
     stop_request: StopRequest | None = None
@@ -85,8 +85,9 @@ class _Gang:
         return any(end.kind in (EndKind.FAILED, EndKind.LOST) for end in self.ends.values())
 
     def start(self, address: str, save: Path | None, plan_hash: str | None) -> None:
-        """Start one process a rank."""
-        context = multiprocessing.get_context("spawn")
+        """Start one process a rank, each a fork of one that has imported everything: N ranks import once."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_preloaded(self.spec))
         for rank in range(self.spec.world_size):
             ours, theirs = context.Pipe()
             arguments = (self.spec.model_dump_json(), rank, address, theirs, save, plan_hash)
@@ -138,7 +139,13 @@ class _Gang:
                 process.join()
 
 
-def _join(processes: Iterable[SpawnProcess], timeout_s: float) -> None:
+def _preloaded(spec: JobSpec) -> list[str]:
+    """Modules for a server of forks; what cannot be imported is left to the rank, which tells the error."""
+    kind = spec.model.type
+    return ["worker.train", *([] if kind is None else [f"transformers.models.{kind}.modeling_{kind}"])]
+
+
+def _join(processes: Iterable[ForkServerProcess], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))

@@ -120,6 +120,8 @@ class Reporter:
         totals = []
         for (kernel, algorithm), count in counts.items():
             start = self._ns_start.get((kernel, algorithm), ledger.NsCount())
+            if count == start:
+                continue
             values = {
                 "kernel": kernel,
                 "algorithm": algorithm,

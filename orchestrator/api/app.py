@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import cast
@@ -10,6 +11,8 @@ import anyio
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.types import ExceptionHandler
@@ -20,7 +23,15 @@ from orchestrator.api.hub import Hub
 from orchestrator.api.limits import BodyLimitMiddleware
 from orchestrator.api.service import Service
 from orchestrator.clock import Clock, wall_clock
-from orchestrator.errors import PROBLEM_TYPE, InvalidInput, Problem, ServiceError, error_of_status, field_errors_of
+from orchestrator.errors import (
+    PROBLEM_TYPE,
+    InvalidInput,
+    Problem,
+    ServiceError,
+    StoreUnavailable,
+    error_of_status,
+    field_errors_of,
+)
 from orchestrator.launcher_api import Launcher
 from orchestrator.planner import Planner
 from orchestrator.reconcile.loop import Reconciler
@@ -29,6 +40,8 @@ from orchestrator.store.database import Database
 from orchestrator.timings import Histogram, TimingMiddleware
 
 __all__ = ["create_app", "service_of"]
+
+_log = logging.getLogger(__name__)
 
 
 def create_app(
@@ -124,6 +137,12 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     return _answer(request, error_of_status(error.status_code, str(error.detail)))
 
 
+async def _on_store_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, OperationalError | PoolTimeout)
+    _log.error("%s %s: the database failed: %s", request.method, request.url.path, error)
+    return _answer(request, StoreUnavailable("the database does not answer now; ask again later"))
+
+
 async def _on_any_error(request: Request, error: Exception) -> Response:
     return _answer(request, ServiceError(f"the service failed with {type(error).__name__}; its log says more"))
 
@@ -132,5 +151,7 @@ _HANDLERS: dict[type[Exception], ExceptionHandler] = {
     ServiceError: _on_service_error,
     RequestValidationError: _on_request_error,
     HTTPException: _on_http_error,
+    OperationalError: _on_store_error,
+    PoolTimeout: _on_store_error,
     Exception: _on_any_error,
 }

@@ -14,6 +14,7 @@ from orchestrator.api.build import job_resource, job_summary
 from orchestrator.api.service import Body, IdempotencyHeader, ServiceOf, answer_once, keyed, reply
 from orchestrator.errors import InvalidInput, UnsupportedType, as_service_error
 from orchestrator.store.jobs import JobFilter, cancel_job, find_job, list_jobs, submit_job
+from orchestrator.store.stops import pause_job, resume_job
 from worker.contract.errors import ContractError, FieldError
 from worker.contract.load import load_spec
 from worker.contract.spec import JobSpec
@@ -117,4 +118,30 @@ def cancel(
         keyed(request, principal, key, body),
         200,
         lambda session: job_resource(session, cancel_job(session, job_id, now=service.clock())),
+    )
+
+
+@router.post("/jobs/{job_id}:pause", response_model=r.JobResource)
+def pause(
+    request: Request, service: ServiceOf, principal: Writer, job_id: str, body: Body, key: IdempotencyHeader = None
+) -> Response:
+    """Pause a job: it saves a checkpoint and releases what it holds. Asking again is harmless."""
+    return answer_once(
+        service,
+        keyed(request, principal, key, body),
+        200,
+        lambda session: job_resource(session, pause_job(session, job_id, now=service.clock())),
+    )
+
+
+@router.post("/jobs/{job_id}:resume", response_model=r.JobResource)
+def resume(
+    request: Request, service: ServiceOf, principal: Writer, job_id: str, body: Body, key: IdempotencyHeader = None
+) -> Response:
+    """Put a paused job back into the queue; it continues from its newest checkpoint."""
+    return answer_once(
+        service,
+        keyed(request, principal, key, body),
+        200,
+        lambda session: job_resource(session, resume_job(session, job_id, now=service.clock())),
     )

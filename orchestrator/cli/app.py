@@ -190,9 +190,26 @@ def _all_events(client: Client, job_id: str) -> Iterator[r.EventResource]:
 
 @app.command()
 def cancel(job_id: str, url: Url = None, as_json: AsJson = False) -> None:
-    """Cancel a job."""
+    """Cancel a job: it saves a checkpoint first, for as long as its spec allows."""
     with c.connected(url) as client:
-        job = client.cancel(job_id)
+        _show_state(client.cancel(job_id), as_json)
+
+
+@app.command()
+def pause(job_id: str, url: Url = None, as_json: AsJson = False) -> None:
+    """Pause a job: it saves a checkpoint and releases what it holds."""
+    with c.connected(url) as client:
+        _show_state(client.pause(job_id), as_json)
+
+
+@app.command()
+def resume(job_id: str, url: Url = None, as_json: AsJson = False) -> None:
+    """Continue a paused job from its checkpoint."""
+    with c.connected(url) as client:
+        _show_state(client.resume(job_id), as_json)
+
+
+def _show_state(job: r.JobResource, as_json: bool) -> None:
     if as_json:
         return c.print_json(job)
     c.console.print(f"job {job.id} is {job.state}", markup=False)

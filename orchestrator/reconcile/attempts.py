@@ -14,6 +14,7 @@ from orchestrator.errors import LauncherUnavailable, StaleWrite, StartFailed, Su
 from orchestrator.launcher_api import AttemptRef
 from orchestrator.reconcile.context import Context
 from orchestrator.reconcile.decide import AttemptAction, AttemptView, End, decide_attempt
+from orchestrator.reconcile.succession import move_on
 from orchestrator.reconcile.verify import decide_routes_verified
 from orchestrator.store.attempts import append_batch, attempt_by_id, last_attempt, reports_at, totals_of
 from orchestrator.store.jobs import find_job, plan_of
@@ -203,7 +204,8 @@ def _stop(context: Context, seen: _Seen, end: End) -> None:
 
 
 def _send_stop(context: Context, seen: _Seen, end: End) -> None:
-    context.launcher.stop(seen.ref, StopRequest(reason=end.reason, message=end.message))
+    patience_s = seen.spec.failure.stop_patience_s
+    context.launcher.stop(seen.ref, StopRequest(reason=end.reason, message=end.message, patience_s=patience_s))
     with context.database.write() as session:
         attempt_by_id(session, seen.attempt.id).stop_sent_at = context.clock()
 
@@ -219,8 +221,7 @@ def _finish(context: Context, seen: _Seen, end: End, *, gone: bool) -> None:
         if attempt.ended_at is None:
             attempt.ended_at, attempt.end_reason, attempt.end_message = now, end.reason, end.message
         close_swaps(session, locked_job(session, seen.job.id), end.message, now=now)
-        guard, new = context.guard(seen.job), end.reason.end_state
-        change_state(session, seen.job.id, new, guard=guard, now=now, reason=end.reason, message=end.message)
+        move_on(session, context.guard(seen.job), seen.job.id, end, now=now)
     context.changed()
 
 

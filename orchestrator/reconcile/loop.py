@@ -18,6 +18,8 @@ from orchestrator.reconcile.admission import admit_queued
 from orchestrator.reconcile.attempts import drive_attempt
 from orchestrator.reconcile.context import Context
 from orchestrator.reconcile.planning import plan_submitted
+from orchestrator.reconcile.preemption import preempt_for_priority
+from orchestrator.reconcile.succession import queue_restarts
 from orchestrator.store.database import Database
 from orchestrator.store.idempotency import forget_old
 from orchestrator.store.jobs import jobs_in
@@ -99,6 +101,8 @@ class Reconciler:
             return
         began = time.perf_counter()
         self._expire()
+        queue_restarts(self.context)
+        preempt_for_priority(self.context)
         admit_queued(self.context)
         with self.context.database.read() as session:
             jobs = jobs_in(session, JobState.STARTING, JobState.RUNNING, JobState.STOPPING)

@@ -9,8 +9,11 @@ from typing import Any
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Connection, create_engine, event, text
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import URL, Connection, Engine, create_engine, event, text
 from sqlalchemy.engine import make_url
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session, sessionmaker
 
 from orchestrator.errors import StoreUnusable
@@ -20,42 +23,71 @@ __all__ = ["BUSY_TIMEOUT_MS", "Database"]
 BUSY_TIMEOUT_MS = 15_000
 _PRAGMAS: dict[str, str | int] = {
     "journal_mode": "wal",
-    "synchronous": 1,
+    "synchronous": 2,  # FULL: what was answered survives a loss of power, not only the death of this process
     "foreign_keys": 1,
     "busy_timeout": BUSY_TIMEOUT_MS,
 }
 
 
+_WRITERS = 0x646D756F6E
+"""Key of the advisory lock that a writer holds on PostgreSQL."""
+_POSTGRES_OPTIONS = (
+    f"-c lock_timeout={BUSY_TIMEOUT_MS} -c statement_timeout={2 * BUSY_TIMEOUT_MS} "
+    f"-c idle_in_transaction_session_timeout={2 * BUSY_TIMEOUT_MS} -c synchronous_commit=on -c timezone=utc"
+)
+
+
 class Database:
-    """An open store; sessions come from :meth:`read` and :meth:`write`."""
+    """An open store; sessions come from :meth:`read` and :meth:`write`.
+
+    The laws are the same on both databases: a reader sees one state, and one writer writes at a time, which SQLite
+    gives by ``BEGIN IMMEDIATE`` and PostgreSQL by an advisory lock that a transaction holds.
+    """
 
     def __init__(self, url: str) -> None:
         parsed = make_url(url)
         self._sqlite = parsed.get_backend_name() == "sqlite"
-        if self._sqlite and parsed.database:
-            Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
         # Readers and writers are bounded by the server's threads, so the pool only has to be larger than those.
-        self.engine = create_engine(url, pool_size=20, max_overflow=60, pool_timeout=30)
         if self._sqlite:
+            if parsed.database:
+                Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
+            self.engine = create_engine(url, pool_size=20, max_overflow=60, pool_timeout=30)
             event.listen(self.engine, "connect", _set_pragmas)
             event.listen(self.engine, "begin", _begin)
+            reader = self.engine
+        else:
+            self.engine = _postgres_engine(parsed)
+            event.listen(self.engine, "begin", _queue_writers)
+            reader = self.engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
         self._writer = self.engine.execution_options(writer=True)
-        self._read = sessionmaker(self.engine, expire_on_commit=False)
+        self._read = sessionmaker(reader, expire_on_commit=False)
         self._write = sessionmaker(self._writer, expire_on_commit=False)
 
-    def migrate(self) -> None:
-        """Bring the tables to the newest version.
+    def migrate(self, revision: str = "head") -> None:
+        """Bring the tables forward to ``revision``, by default the newest.
 
         Raises:
-            StoreUnusable: the database does not keep the settings on which the store relies.
+            StoreUnusable: it cannot be reached, does not keep the settings on which the store relies, or is of a newer
+                release.
         """
-        self._verify()
-        config = Config()
-        config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
-        with self._writer.connect() as connection:
-            config.attributes["connection"] = connection
-            command.upgrade(config, "head")
-            connection.commit()
+        config = _config()
+        known = self.revisions()
+        try:
+            self._verify()
+            with self._writer.connect() as connection:
+                found = MigrationContext.configure(connection).get_current_revision()
+                if found is not None and found not in known:
+                    raise StoreUnusable(f"the tables are of version {found}, newer than {known[-1]}; use that release")
+                config.attributes["connection"] = connection
+                command.upgrade(config, revision)
+                connection.commit()
+        except OperationalError as error:
+            raise StoreUnusable(f"{self.engine.url!r} cannot be used: {error.orig}") from None
+
+    @staticmethod
+    def revisions() -> list[str]:
+        """Return the versions of the tables that were ever released, oldest first."""
+        return [script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()][::-1]
 
     def _verify(self) -> None:
         with self.engine.connect() as connection:
@@ -82,6 +114,35 @@ class Database:
     def close(self) -> None:
         """Close all connections."""
         self.engine.dispose()
+
+
+def _config() -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+    return config
+
+
+def _postgres_engine(url: URL) -> Engine:
+    if url.get_backend_name() != "postgresql":
+        raise StoreUnusable(f"the database is {url.get_backend_name()}; sqlite and postgresql are known")
+    if url.drivername == "postgresql":
+        url = url.set(drivername="postgresql+psycopg")
+    try:
+        return create_engine(
+            url,
+            pool_size=20,
+            max_overflow=20,
+            pool_timeout=30,
+            pool_pre_ping=True,  # a connection that the server has ended is replaced, not used
+            connect_args={"connect_timeout": 5, "options": _POSTGRES_OPTIONS},
+        )
+    except ModuleNotFoundError as error:
+        raise StoreUnusable(f"{error}; PostgreSQL needs: pip install 'dmuon-service[postgres]'") from None
+
+
+def _queue_writers(connection: Connection) -> None:
+    if connection.get_execution_options().get("writer", False):
+        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_WRITERS})")
 
 
 def _set_pragmas(connection: Any, _record: Any) -> None:

@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 
 from orchestrator.errors import InvalidPageToken, JobFinished, NotFound
 from orchestrator.store.models import Condition, Event, Job, JobLabel, Plan
+from orchestrator.store.stops import ALIVE, turn_into_cancellation
 from orchestrator.store.transitions import Guard, add_event, change_state, locked_job
 from worker.contract.plan import PlanReport
 from worker.contract.spec import JobSpec
@@ -24,6 +25,7 @@ __all__ = [
     "jobs_in", "jobs_shown", "keep_plan", "last_event_at", "list_jobs", "plan_of", "queue_waits", "submit_job",
 ]  # fmt: skip
 
+_LAST_EVENT = 2**31 - 2
 LIVE = (JobState.STARTING, JobState.RUNNING, JobState.STOPPING, JobState.RESTARTING)
 WAITING = (JobState.SUBMITTED, JobState.QUEUED)
 
@@ -82,12 +84,13 @@ def cancel_job(session: Session, job_id: str, *, now: float) -> Job:
     """
     job = locked_job(session, job_id)
     state = JobState(job.state)
+    if state is JobState.STOPPING:
+        turn_into_cancellation(session, job, now=now)
     if state is JobState.CANCELLED or state is JobState.STOPPING:
         return job
     if state.terminal:
         raise JobFinished(f"job {job_id} is {state} ({job.reason}): there is nothing to cancel")
-    running = state in (JobState.STARTING, JobState.RUNNING)
-    new = JobState.STOPPING if running else JobState.CANCELLED
+    new = JobState.STOPPING if state in ALIVE else JobState.CANCELLED
     guard = Guard(job.version)
     return change_state(
         session, job_id, new, guard=guard, now=now, reason=Reason.CANCELLED, message="cancelled on request"
@@ -163,7 +166,8 @@ def plan_of(session: Session, job: Job) -> PlanReport | None:
 
 def events_after(session: Session, job_id: str, seq: int, limit: int) -> Sequence[Event]:
     """Return up to ``limit`` events that follow ``seq``, in order."""
-    query = select(Event).where(Event.job_id == job_id, Event.seq > seq).order_by(Event.seq).limit(limit)
+    first = min(seq, _LAST_EVENT) + 1  # a number that the column cannot hold is an error on PostgreSQL
+    query = select(Event).where(Event.job_id == job_id, Event.seq >= first).order_by(Event.seq).limit(limit)
     return session.scalars(query).all()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Float, ForeignKey, Index, Integer, MetaData, String, Text, UniqueConstraint
+from sqlalchemy import BigInteger, Dialect, Float, ForeignKey, Index, Integer, MetaData, TypeDecorator, UniqueConstraint
+from sqlalchemy import String as _PlainString
+from sqlalchemy import Text as _PlainText
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 __all__ = [
@@ -12,6 +14,33 @@ __all__ = [
 
 _Big = BigInteger().with_variant(Integer, "sqlite")
 """SQLite counts up by itself only in a column declared INTEGER."""
+
+
+def _storable(text: str | None) -> str | None:
+    """Return ``text`` without what PostgreSQL takes for no text: NUL, and halves of surrogate pairs."""
+    if text is None or (text.isascii() and "\0" not in text):
+        return text
+    return text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode()
+
+
+class String(TypeDecorator[str]):
+    """Short text, in rows and in what they are compared with."""
+
+    impl, cache_ok = _PlainString, True
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        """Called with each value on its way to the database."""
+        return _storable(value)
+
+
+class Text(TypeDecorator[str]):
+    """Text of any length."""
+
+    impl, cache_ok = _PlainText, True
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        """Called with each value on its way to the database."""
+        return _storable(value)
 
 
 class Base(DeclarativeBase):

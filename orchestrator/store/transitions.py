@@ -18,6 +18,8 @@ __all__ = ["LEASE", "Guard", "Value", "add_event", "change_state", "locked_job",
 
 LEASE = "reconciler"
 Value = str | int | float | bool | None
+_WITH_A_FUTURE = frozenset({JobState.QUEUED, JobState.STARTING, JobState.RUNNING, JobState.RESTARTING})
+"""States of jobs that go on: they have no reason to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,9 @@ def change_state(
     old = JobState(job.state)
     check_transition(old, new)
     job.state, job.version, job.state_since = new, job.version + 1, now
-    if reason is not None:
+    if new in _WITH_A_FUTURE:
+        job.reason = None  # why the last attempt ended stands with that attempt
+    elif reason is not None:
         job.reason = reason
     if reason is not None or (not new.terminal and job.reason is None):
         job.message = message  # why a job waits is no longer true once it has moved on

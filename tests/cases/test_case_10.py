@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from tests.orchestrator.conftest import World, settings, world
+from tests.orchestrator.conftest import World, database_kind, database_url, postgres, settings, world
 from tests.orchestrator.test_exporter import scrape, value
 from tests.orchestrator.test_swaps import ask, tell
 from worker.contract.states import Reason
 
-__all__ = ["settings", "world"]
+__all__ = ["database_kind", "database_url", "postgres", "settings", "world"]
 
 
 def test_a_job_that_swapped_and_tripped_leaves_nothing_but_totals(world: World) -> None:
     """It ends because a worker was killed; breakers, epochs and swaps of it are gone a grace period later."""
-    job = world.running()
+    job = world.running(failure={"infrastructure_restarts": 0})
     world.attempt(job).steps(1, 2)
     swap = ask(world, job)
     world.turn()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 
 import dmuon_runtime as dmuon
 from tests.cases.common import Weights, dedicate
+from tests.worker.saved import PlainState, resume, save
+from worker.checkpoints.errors import CheckpointError
 
 
 def test_the_table_shows_each_rate(one_rank: None) -> None:
@@ -31,6 +36,13 @@ def _rates(model: Weights, optimizer: dmuon.Muon) -> dict[str, tuple[object, obj
     return {row["name"]: (row["lr"], row["update_scale"]) for row in rows}  # type: ignore[attr-defined]
 
 
-@pytest.mark.skip(reason="optimizer state cannot be saved yet, so there is no policy for routes that change on resume")
-def test_changed_routes_follow_a_declared_policy() -> None:
-    """Keep or start cold, and say so."""
+def test_changed_routes_follow_a_declared_policy(tmp_path: Path) -> None:
+    """Refused unless the spec says what to do; then kept where the state means the same, and anew elsewhere."""
+    save(tmp_path, 3)
+    moved = PlainState(names={"matrix": "adamw", "bias": "sharded_adamw"})
+    with pytest.raises(CheckpointError, match=r"checkpoint\.on_route_change"):
+        resume(tmp_path, moved)
+    assert torch.equal(moved.tensors["weight", "matrix"], torch.zeros(4, 3)), "nothing was touched"
+    assert resume(tmp_path, moved, policy="keep") == 3
+    assert torch.equal(moved.tensors["exp_avg", "bias"], torch.full((3,), 3.0))
+    assert torch.equal(moved.tensors["exp_avg", "matrix"], torch.zeros(4, 3)), "Muon kept no moments"

@@ -19,7 +19,11 @@ import torch.distributed as dist
 __all__ = ["run_ranks"]
 
 T = TypeVar("T")
-_PRELOADED = ["torch", "torch.distributed.device_mesh", "torch.utils.checkpoint", "dmuon_runtime"]
+_PRELOADED = [
+    "torch", "torch.distributed.device_mesh", "torch.utils.checkpoint", "dmuon_runtime", "worker.train",
+    "transformers.models.llama.modeling_llama",
+]  # fmt: skip
+"""A process has one server of forks: what local runs need is there too."""
 
 
 def _child(

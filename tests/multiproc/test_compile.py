@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -62,6 +64,27 @@ def _laws(inner: bool) -> None:
 def test_forward_of_a_block_compiles_whole() -> None:
     """The boundary's hooks stay outside: one graph without a break."""
     run_ranks(2, _laws, True, deadline_s=120)
+
+
+def _inductor() -> None:
+    torch._dynamo.reset()
+    model = make(dtype=torch.float32)
+    eager = _train(None, True, True)
+    run = dedicate(model, Setting())
+    for block in model.layers:
+        block.forward = torch.compile(block.forward, fullgraph=True)  # type: ignore[method-assign]
+    for step in range(STEPS):
+        lm_loss(model, batch(step, dist.get_rank())).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    for name, value in dmuon.get_model_state_dict(model).items():
+        assert torch.allclose(value.double(), eager[name], rtol=1e-3, atol=1e-4), name
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
+def test_blocks_compile_by_inductor() -> None:
+    """The default backend, with code that it generates for this CPU."""
+    run_ranks(2, _inductor, deadline_s=170)
 
 
 def test_compiled_modules_keep_their_hooks() -> None:

@@ -1,4 +1,7 @@
-"""A service over a store on disk, with a cluster, a planner and a clock that tests drive."""
+"""A service over a store, with a cluster, a planner and a clock that tests drive.
+
+A test that asks for ``world``, ``database`` or ``database_url`` runs on SQLite and on PostgreSQL.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from orchestrator.reconcile.loop import Reconciler
 from orchestrator.settings import Settings
 from orchestrator.store.database import Database
 from tests.orchestrator.fakes import FakeAttempt, FakeClock, FakeLauncher, FakePlanner, make_spec
+from tests.orchestrator.postgres import Postgres, find_postgres, running_postgres
 
 
 @dataclass
@@ -63,9 +67,49 @@ class World:
         return job_id
 
 
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    programs = find_postgres()
+    if programs is None:
+        pytest.skip("PostgreSQL is not installed (Debian: apt-get install postgresql)")
+    with running_postgres(programs) as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
-    return Settings(state_dir=tmp_path, metrics_grace_s=60.0)
+def empty_url(database_kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    """URL of a database without tables."""
+    if database_kind == "sqlite":
+        return f"sqlite:///{tmp_path / 'empty.db'}"
+    server: Postgres = request.getfixturevalue("postgres")
+    return server.empty()
+
+
+@pytest.fixture
+def database_url(database_kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    """URL of a database with all tables, or of none yet."""
+    if database_kind == "sqlite":
+        return f"sqlite:///{tmp_path / 'service.db'}"
+    server: Postgres = request.getfixturevalue("postgres")
+    return server.migrated()
+
+
+@pytest.fixture
+def database(database_url: str) -> Iterator[Database]:
+    found = Database(database_url)
+    found.migrate()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def settings(tmp_path: Path, database_url: str) -> Settings:
+    return Settings(state_dir=tmp_path, database=database_url, metrics_grace_s=60.0)
 
 
 @pytest.fixture

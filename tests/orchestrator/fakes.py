@@ -155,7 +155,7 @@ def make_baseline_report(rank: int, step: int) -> RankReport:
     absent: dict[str, object] = dict.fromkeys(
         ("owner_compute_seconds", "kernel", "kernel_epoch", "ns_orthogonality_error")
     )
-    return make_report(rank, step).model_copy(update=absent | {"comm": (), "ns": ()})
+    return make_report(rank, step).model_copy(update=absent | {"comm": (), "ns": (), "compared_launches": {}})
 
 
 class FakePlanner:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import base64
 import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from fastapi.testclient import TestClient
 
+from orchestrator.api.app import create_app
 from orchestrator.errors import PROBLEM_TYPE
+from orchestrator.settings import Settings
 from tests.orchestrator.conftest import World
-from tests.orchestrator.fakes import make_report, make_spec
+from tests.orchestrator.fakes import FakeClock, FakeLauncher, FakePlanner, make_report, make_spec
+from tests.orchestrator.postgres import Postgres
 from worker.contract.errors import FieldError
 from worker.contract.states import Reason
 
@@ -26,6 +30,21 @@ def problem(answer: Any, status: int, code: str) -> dict[str, Any]:
     found: dict[str, Any] = answer.json()
     assert (found["code"], found["status"], found["type"]) == (code, status, f"urn:dmuon:problem:{code}")
     return found
+
+
+def test_a_database_that_went_away_is_a_503(postgres: Postgres, tmp_path: Path) -> None:
+    url = postgres.migrated()
+    settings = Settings(state_dir=tmp_path, database=url, auth=False)
+    app = create_app(settings, FakeLauncher(), FakePlanner(), FakeClock(), reconcile=False)
+    client = TestClient(app)
+    assert client.get("/v1/jobs").status_code == 200
+    postgres.rename(url)
+    postgres.drop_connections()
+    problem(client.get("/v1/jobs"), 503, "store_unavailable")
+    problem(client.post("/v1/jobs", json=SPEC), 503, "store_unavailable")
+    assert client.get("/healthz").status_code == 200
+    postgres.rename(url, back=True)
+    assert client.post("/v1/jobs", json=SPEC).status_code == 201
 
 
 def test_yaml_and_json_are_read(world: World) -> None:
@@ -88,8 +107,6 @@ def test_tokens_and_scopes(world: World) -> None:
 
 
 def test_a_token_without_a_scope_is_refused(world: World) -> None:
-    from orchestrator.api.app import create_app
-
     world.settings.token_file.write_text("reader jobs:read\n")
     app = create_app(world.settings, world.launcher, world.planner, world.clock, reconcile=False)
     client = TestClient(app, headers={"Authorization": "Bearer reader"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,27 +10,21 @@ from pathlib import Path
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import func, select
+from sqlalchemy import Connection, MetaData, func, select
 
 from orchestrator.errors import IdempotencyMismatch, IdempotencyRunning, LeaseLost, StaleWrite, StoreUnusable
 from orchestrator.store import database as database_module
 from orchestrator.store.attempts import append_batch, attempt_by_id, new_attempt, reports_at, totals_of
 from orchestrator.store.database import Database
 from orchestrator.store.idempotency import Answer, KeyedRequest, begin, finish
-from orchestrator.store.jobs import events_after, find_job, submit_job
+from orchestrator.store.jobs import JobFilter, events_after, find_job, list_jobs, submit_job
 from orchestrator.store.leases import acquire, release
-from orchestrator.store.models import Base, Event, Job, RankReportRow
-from orchestrator.store.transitions import LEASE, Guard, change_state, locked_job
+from orchestrator.store.models import Attempt, Base, Event, Job, RankReportRow
+from orchestrator.store.transitions import LEASE, Guard, add_event, change_state, locked_job
 from tests.orchestrator.fakes import make_report, make_spec
+from tests.orchestrator.postgres import Postgres
 from worker.contract.messages import Entry, PollBatch
 from worker.contract.states import TRANSITIONS, IllegalTransition, JobState, Reason
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Database:
-    found = Database(f"sqlite:///{tmp_path / 'x.db'}")
-    found.migrate()
-    return found
 
 
 def submitted(database: Database) -> Job:
@@ -43,31 +38,96 @@ def test_migration_makes_the_tables_of_the_models(database: Database) -> None:
         assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
 
 
+def test_every_released_schema_is_brought_forward(empty_url: str) -> None:
+    """A job of each release is there after the migration, and the tables are those of the models."""
+    database = Database(empty_url)
+    for number, revision in enumerate(database.revisions(), 1):
+        with database.engine.begin() as connection:
+            _drop_everything(connection)
+        database.migrate(revision)
+        tables = MetaData()
+        tables.reflect(database.engine)
+        job = {
+            "id": f"old{number}", "name": "n", "project": "p", "spec": make_spec().model_dump_json(), "state": "QUEUED",
+            "version": 1, "message": "", "field_errors": "[]", "created_at": 1.0, "state_since": 1.0, "last_event": 1,
+        }  # fmt: skip
+        event = {"job_id": job["id"], "seq": 1, "at": 1.0, "kind": "submitted", "message": "", "data": "{}"}
+        with database.engine.begin() as connection:
+            connection.execute(tables.tables["jobs"].insert(), job)
+            connection.execute(tables.tables["events"].insert(), event)
+        database.migrate()
+        with database.engine.connect() as connection:
+            assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == [], revision
+        with database.read() as session:
+            assert find_job(session, f"old{number}").state == "QUEUED"
+            assert [row.kind for row in events_after(session, f"old{number}", 0, 9)] == ["submitted"]
+    database.close()
+
+
+def _drop_everything(connection: Connection) -> None:
+    tables = MetaData()
+    tables.reflect(connection)
+    tables.drop_all(connection)
+
+
+def test_a_database_of_a_newer_release_is_refused(database: Database) -> None:
+    with database.engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+    with pytest.raises(StoreUnusable, match="9999, newer"):
+        database.migrate()
+
+
+def test_text_that_a_database_does_not_take(database: Database) -> None:
+    with database.write() as session:
+        job = submit_job(session, make_spec(), now=1.0)
+        add_event(session, job, "note", "a\0b\ud800c", now=1.0)
+    with database.read() as session:
+        assert events_after(session, job.id, 1, 1)[0].message == "a\N{REPLACEMENT CHARACTER}b?c"
+        assert list_jobs(session, JobFilter(project="\0"), page_size=1, page_token=None) == ([], None)
+
+
+def test_a_reader_sees_one_state(database: Database) -> None:
+    job = submitted(database)
+    with database.read() as session:
+        assert len(events_after(session, job.id, 0, 9)) == 1
+        with database.write() as other:
+            add_event(other, locked_job(other, job.id), "note", "", now=2.0)
+        assert len(events_after(session, job.id, 0, 9)) == 1
+
+
+def test_connections_that_the_server_ended_are_replaced(postgres: Postgres) -> None:
+    database = Database(postgres.migrated())
+    job = submitted(database)
+    postgres.drop_connections()
+    with database.read() as session:
+        assert find_job(session, job.id).state == "SUBMITTED"
+    database.close()
+
+
 def test_settings_of_sqlite_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(database_module._PRAGMAS, "page_size", 12345)
     with pytest.raises(StoreUnusable, match="page_size"):
         Database(f"sqlite:///{tmp_path / 'y.db'}").migrate()
 
 
-@pytest.mark.parametrize("old", list(JobState))
-@pytest.mark.parametrize("new", list(JobState))
-def test_only_moves_of_the_table_are_made(database: Database, old: JobState, new: JobState) -> None:
-    job = submitted(database)
-    with database.write() as session:
-        locked_job(session, job.id).state = old
-    if new in TRANSITIONS[old]:
+def test_only_moves_of_the_table_are_made(database: Database) -> None:
+    for old, new in itertools.product(JobState, JobState):
+        job = submitted(database)
         with database.write() as session:
-            change_state(session, job.id, new, guard=Guard(1), now=2.0)
-        expected, number = new, 2
-    else:
-        with pytest.raises(IllegalTransition), database.write() as session:
-            change_state(session, job.id, new, guard=Guard(1), now=2.0)
-        expected, number = old, 1
-    with database.read() as session:
-        found = find_job(session, job.id)
-        assert (found.state, found.version) == (expected, number)
-        assert len(events_after(session, job.id, 0, 10)) == number
-        assert (found.finished_at is not None) == (number == 2 and new.terminal)
+            locked_job(session, job.id).state = old
+        if new in TRANSITIONS[old]:
+            with database.write() as session:
+                change_state(session, job.id, new, guard=Guard(1), now=2.0)
+            expected, number = new, 2
+        else:
+            with pytest.raises(IllegalTransition), database.write() as session:
+                change_state(session, job.id, new, guard=Guard(1), now=2.0)
+            expected, number = old, 1
+        with database.read() as session:
+            found = find_job(session, job.id)
+            assert (found.state, found.version) == (expected, number), (old, new)
+            assert len(events_after(session, job.id, 0, 10)) == number
+            assert (found.finished_at is not None) == (number == 2 and new.terminal)
 
 
 def test_a_write_that_was_decided_on_an_old_row_is_refused(database: Database) -> None:
@@ -133,7 +193,7 @@ def test_appending_is_idempotent(database: Database) -> None:
         assert [report.rank for report in reports_at(session, attempt_id, 3)] == [0, 1]
         totals = totals_of(session, [attempt_id])[attempt_id]
         assert {rank: report.step for rank, report in totals.items()} == {0: 3, 1: 3}
-        assert attempt_by_id(session, attempt_id).dropped == 7
+        assert session.get_one(Attempt, attempt_id).dropped == 7
 
 
 def test_a_loss_that_is_no_number_survives(database: Database) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -116,24 +117,17 @@ def test_bfloat16_and_activation_checkpointing_train(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_dies_ends_all() -> None:
-    import os
-    import signal
-
-    import psutil
-
     seen: list[Body] = []
 
     def kill_rank_one(body: Body) -> None:
         seen.append(body)
         if isinstance(body, RankReport) and body.rank == 1 and body.step == 2:
-            children = psutil.Process().children()
-            ranks = sorted((c for c in children if "spawn_main" in " ".join(c.cmdline())), key=lambda c: c.pid)
-            os.kill(ranks[-1].pid, signal.SIGKILL)
+            next(child for child in multiprocessing.active_children() if child.name == "rank-1").kill()
 
     spec = tiny_spec(2, training={"steps": 100_000, "global_batch": 12})
     end = run_local(spec, kill_rank_one)
     assert end.reason == Reason.WORKER_LOST, end
-    assert not [c for c in psutil.Process().children() if "spawn_main" in " ".join(c.cmdline())]
+    assert not [child for child in multiprocessing.active_children() if child.name.startswith("rank-")]
 
 
 def test_ranks_with_another_plan_than_the_job_do_not_start() -> None:

@@ -149,13 +149,15 @@ def test_exported_to_transformers_and_taken_in_again(
 
     run, saved = unbroken
     assert main(["export", str(saved / "step-00000006"), str(tmp_path / "model")]) == 0
+    for number, name in enumerate(("", "latest")):
+        assert main(["export", str(saved / name), str(tmp_path / f"newest-{number}")]) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert all(torch.equal(value, run.weights[name]) for name, value in model.state_dict().items())
     taken = run_alone(_spec(steps=1, model={"path": str(tmp_path / "model")}), tmp_path)
     assert taken.reports[0].loss < run.reports[0].loss
     assert main(["export", str(saved / "step-00000006"), str(tmp_path / "model")]) == 2
     assert main(["export", str(tmp_path), str(tmp_path / "other")]) == 2
-    assert "no manifest" in capsys.readouterr().err
+    assert "holds no complete one" in capsys.readouterr().err
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_the_first_step(tmp_path: Path) -> None:

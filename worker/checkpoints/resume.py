@@ -15,7 +15,7 @@ from worker.checkpoints.exchange import Exchange
 from worker.checkpoints.manifest import DataPosition, Manifest, TensorEntry
 from worker.checkpoints.reader import Reader
 from worker.checkpoints.state import DTYPE_CODES, CheckpointedState
-from worker.checkpoints.storage import MANIFEST, find_checkpoints, inspect, read_manifest, verify_files
+from worker.checkpoints.storage import find_checkpoints, named_checkpoint, read_manifest, verify_files
 
 __all__ = ["Chosen", "OnRouteChange", "Wanted", "choose", "compare", "decide_cold", "load"]
 
@@ -79,7 +79,7 @@ def _candidates(directory: Path | None, explicit: Path | None) -> str:
     """Return a word and the paths to try, a line each: what rank 0 tells the others."""
     try:
         if explicit is not None:
-            return f"found\n{_explicit(explicit)}"
+            return f"found\n{named_checkpoint(explicit, 'checkpoint.resume')}"
         assert directory is not None, "there is a place to look at"
         complete, broken = find_checkpoints(directory)
     except (CheckpointError, OSError) as error:
@@ -87,21 +87,6 @@ def _candidates(directory: Path | None, explicit: Path | None) -> str:
     if broken and not complete:
         return f"refused\n{CheckpointError(_NONE_SOUND.format(directory), [str(error) for error in broken])}"
     return "\n".join(["found", *(str(info.path) for info in complete)])
-
-
-def _explicit(path: Path) -> Path:
-    """Return the checkpoint that ``path`` names: itself, or the newest in it."""
-    if not path.exists():
-        raise CheckpointError(f"checkpoint.resume: there is nothing at {path}")
-    if (path / MANIFEST).exists() or path.name.startswith("step-"):
-        return inspect(path).path
-    complete, broken = find_checkpoints(path)
-    if complete:
-        return complete[0].path
-    message = f"checkpoint.resume: {path} is no checkpoint, and holds no complete one"
-    if (path / "config.json").exists():
-        message += "; it looks like a model of transformers, which model.path takes"
-    raise CheckpointError(message, [str(error) for error in broken])
 
 
 def _problems(path: Path, exchange: Exchange) -> list[str]:

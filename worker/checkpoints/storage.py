@@ -27,8 +27,8 @@ from worker.checkpoints.tensor_file import hash_file, read_header
 
 __all__ = [
     "MANIFEST", "POINTER", "CheckpointInfo", "Fault", "commit", "discard", "find_checkpoints", "inspect",
-    "lock_directory", "newest_complete", "next_sequence", "no_fault", "partial_directory", "read_manifest",
-    "sees_lock", "verify_files",
+    "lock_directory", "named_checkpoint", "newest_complete", "next_sequence", "no_fault", "partial_directory",
+    "read_manifest", "sees_lock", "verify_files",
 ]  # fmt: skip
 
 MANIFEST = "manifest.json"
@@ -153,6 +153,27 @@ def newest_complete(directory: Path) -> CheckpointInfo | None:
     """Return the complete checkpoint of ``directory`` that was written last; needs no torch."""
     found, _ = find_checkpoints(directory)
     return found[0] if found else None
+
+
+def named_checkpoint(path: Path, parameter: str) -> Path:
+    """Return the checkpoint that ``path`` names: itself, the newest complete one in it, or where ``latest`` points.
+
+    Raises:
+        CheckpointError: there is none; ``parameter`` is what the message calls it by.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{parameter}: there is nothing at {path}")
+    if path.name == POINTER and path.is_file():
+        path = path.with_name(path.read_text().strip())
+    if (path / MANIFEST).exists() or path.name.startswith("step-"):
+        return inspect(path).path
+    complete, broken = find_checkpoints(path)
+    if complete:
+        return complete[0].path
+    message = f"{parameter}: {path} is no checkpoint, and holds no complete one"
+    if (path / "config.json").exists():
+        message += "; it looks like a model of transformers, which model.path takes"
+    raise CheckpointError(message, [str(error) for error in broken])
 
 
 def next_sequence(directory: Path) -> int:

@@ -15,7 +15,7 @@ from worker.checkpoints.exchange import Exchange
 from worker.checkpoints.manifest import Manifest
 from worker.checkpoints.reader import Reader
 from worker.checkpoints.state import CheckpointedState
-from worker.checkpoints.storage import inspect, read_manifest, verify_files
+from worker.checkpoints.storage import named_checkpoint, read_manifest, verify_files
 from worker.contract.spec import JobSpec
 
 __all__ = ["export_model", "load_weights", "read_weights", "whole_weights"]
@@ -102,7 +102,7 @@ def whole_weights(path: Path) -> tuple[Manifest, dict[str, Tensor]]:
     Raises:
         CheckpointError: it is incomplete or damaged.
     """
-    inspect(path)
+    path = named_checkpoint(path, "checkpoint")
     manifest = read_manifest(path)
     problems = verify_files(path, manifest)
     if problems:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
+from pydantic import Discriminator, Field, StringConstraints, Tag, model_validator
 
+from worker.contract._section import Section
+from worker.contract.failure import FailureSpec, WatchdogSpec
 from worker.contract.kernels import Algorithm, CoefficientSet, Kernel
 
 __all__ = [
     "OPTIMIZER_TAG", "AdamWOptimizer", "AdamWSettings", "BreakerSpec", "CheckpointSpec", "DataSpec", "DmuonOptimizer",
     "FailureSpec", "JobSpec", "KernelsSpec", "MeshSpec", "ModelSpec", "MuonOptimizer", "MuonSettings", "Optimizer",
     "Override", "PlainMuonSettings", "PolicyFields", "ResourcesSpec", "Route", "RoutingSpec", "ScheduleSpec",
-    "TrainingSpec",
+    "TrainingSpec", "WatchdogSpec",
 ]  # fmt: skip
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$")]
@@ -28,18 +30,12 @@ NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
-class Section(BaseModel):
-    """Base of every section: frozen, strict about names, finite numbers only."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
 class ModelSpec(Section):
     """A causal language model from transformers: a configuration, or weights on disk."""
 
     type: Annotated[str, Field(min_length=1)] | None = None
     """transformers model type, such as ``llama``; with :attr:`config` it describes a model to initialise."""
-    config: dict[str, Any] = {}
+    config: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of that type's transformers configuration. An absent ``vocab_size`` is the tokenizer's."""
     path: Annotated[str, Field(min_length=1)] | None = None
     """Directory with weights that ``from_pretrained`` reads; instead of :attr:`type`."""
@@ -299,15 +295,6 @@ class CheckpointSpec(Section):
         return self
 
 
-class FailureSpec(Section):
-    """What to do when something goes wrong."""
-
-    non_finite: Literal["skip", "raise"] = "skip"
-    """A gradient with NaN or infinity: skip the step on all ranks, or end the job."""
-    start_deadline_s: Annotated[float, Field(gt=0, le=86_400)] = 300.0
-    """From STARTING until every worker has joined the process group."""
-
-
 class ResourcesSpec(Section):
     """What one worker needs."""
 
@@ -322,7 +309,11 @@ class JobSpec(Section):
     api_version: Literal["v1"]
     name: Name
     project: Name = "default"
-    labels: dict[str, str] = {}
+    labels: dict[str, str] = Field(default_factory=dict)
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    """Jobs of a higher priority start first, and may take the place of running ones of a lower."""
+    preemptible: bool = True
+    """False keeps a running job from giving way to one of a higher priority."""
     model: ModelSpec
     data: DataSpec
     mesh: MeshSpec = MeshSpec()
@@ -332,6 +323,7 @@ class JobSpec(Section):
     kernels: KernelsSpec = KernelsSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     failure: FailureSpec = FailureSpec()
+    watchdog: WatchdogSpec = WatchdogSpec()
     resources: ResourcesSpec = ResourcesSpec()
 
     @property

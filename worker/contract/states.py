@@ -22,6 +22,8 @@ class JobState(StrEnum):
     """Every rank has joined the process group; steps are being reported."""
     RESTARTING = "RESTARTING"
     """The last attempt is verified gone; the next waits for its backoff. Nothing runs."""
+    PAUSED = "PAUSED"
+    """It waits for somebody to resume it, and continues from its checkpoint then. Nothing runs."""
     STOPPING = "STOPPING"
     """The intended end and its reason are recorded; processes and resources are being verified gone."""
     SUCCEEDED = "SUCCEEDED"
@@ -37,11 +39,21 @@ class JobState(StrEnum):
 TRANSITIONS: Final = MappingProxyType(
     {
         JobState.SUBMITTED: frozenset({JobState.QUEUED, JobState.FAILED, JobState.CANCELLED}),
-        JobState.QUEUED: frozenset({JobState.STARTING, JobState.FAILED, JobState.CANCELLED}),
+        JobState.QUEUED: frozenset({JobState.STARTING, JobState.PAUSED, JobState.FAILED, JobState.CANCELLED}),
         JobState.STARTING: frozenset({JobState.RUNNING, JobState.STOPPING}),
         JobState.RUNNING: frozenset({JobState.STOPPING}),
-        JobState.STOPPING: frozenset({JobState.RESTARTING, JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED}),
-        JobState.RESTARTING: frozenset({JobState.STARTING, JobState.FAILED, JobState.CANCELLED}),
+        JobState.STOPPING: frozenset(
+            {
+                JobState.RESTARTING,
+                JobState.QUEUED,
+                JobState.PAUSED,
+                JobState.SUCCEEDED,
+                JobState.FAILED,
+                JobState.CANCELLED,
+            }
+        ),
+        JobState.RESTARTING: frozenset({JobState.QUEUED, JobState.PAUSED, JobState.FAILED, JobState.CANCELLED}),
+        JobState.PAUSED: frozenset({JobState.QUEUED, JobState.CANCELLED}),
         JobState.SUCCEEDED: frozenset[JobState](),
         JobState.FAILED: frozenset[JobState](),
         JobState.CANCELLED: frozenset[JobState](),
@@ -63,6 +75,8 @@ class Reason(StrEnum):
 
     COMPLETED = "completed"
     CANCELLED = "cancelled"
+    PAUSED = "paused"
+    PREEMPTED = "preempted"
     SPEC_INVALID = "spec_invalid"
     PLAN_REFUSED = "plan_refused"
     INFEASIBLE = "infeasible"
@@ -81,15 +95,24 @@ class Reason(StrEnum):
 
     @property
     def end_state(self) -> JobState:
-        """The terminal state that this reason leads to when the job is not restarted."""
-        ends = {Reason.COMPLETED: JobState.SUCCEEDED, Reason.CANCELLED: JobState.CANCELLED}
-        return ends.get(self, JobState.FAILED)
+        """The state that this reason leads to when the job is not restarted; terminal but for a pause or preemption."""
+        return _END_STATE.get(self, JobState.FAILED)
 
 
+_END_STATE: Final = MappingProxyType(
+    {
+        Reason.COMPLETED: JobState.SUCCEEDED,
+        Reason.CANCELLED: JobState.CANCELLED,
+        Reason.PAUSED: JobState.PAUSED,
+        Reason.PREEMPTED: JobState.QUEUED,
+    }
+)
 _BLAME: Final = MappingProxyType(
     {
         Reason.COMPLETED: Blame.NOBODY,
         Reason.CANCELLED: Blame.NOBODY,
+        Reason.PAUSED: Blame.NOBODY,
+        Reason.PREEMPTED: Blame.NOBODY,
         Reason.SPEC_INVALID: Blame.USER,
         Reason.PLAN_REFUSED: Blame.USER,
         Reason.INFEASIBLE: Blame.USER,
