@@ -133,15 +133,22 @@ at("theme").addEventListener("click", () => {
 darkened.addEventListener("change", dress);
 at("token").addEventListener("click", () => askForToken());
 at("swap").addEventListener("click", () => chosen?.job && swapKernel(chosen.job).then(soon));
-at("cancel").addEventListener("click", async () => {
-  if (!chosen?.job) return;
-  const { id, job } = chosen;
-  const text = `${job.name} stops gracefully and its room is freed. This cannot be undone.`;
-  if (await ask({ title: "Cancel the job?", text, yes: "Cancel the job", reason: false })) {
-    await attempt(() => send("POST", `/v1/jobs/${id}:cancel`), "The job is being cancelled");
-    soon();
-  }
-});
+
+const DEEDS = {
+  cancel: ["Cancel the job?", "stops gracefully and its room is freed. This cannot be undone.", "Cancel the job"],
+  pause: ["Pause the job?", "saves a checkpoint, stops and frees its room, until somebody resumes it.", "Pause the job"],
+  resume: ["Resume the job?", "goes back into the queue and continues from its newest checkpoint.", "Resume the job"],
+};
+for (const [deed, [title, text, yes]] of Object.entries(DEEDS)) {
+  at(deed).addEventListener("click", async () => {
+    if (!chosen?.job) return;
+    const { id, job } = chosen;
+    if (await ask({ title, text: `${job.name} ${text}`, yes, reason: false })) {
+      await attempt(() => send("POST", `/v1/jobs/${id}:${deed}`), `${deed}: it was taken`);
+      soon();
+    }
+  });
+}
 addEventListener("hashchange", () => {
   takeTokenFromAddress();
   const asked = new URLSearchParams(location.hash.slice(1)).get("job");

@@ -29,6 +29,8 @@ export function showJob(job, last) {
   put(at("job-message"), [job.reason, job.message].filter(Boolean).join(": "));
   at("job-message").hidden = !at("job-message").textContent;
   at("cancel").hidden = job.finished_at !== null;
+  at("pause").hidden = !["QUEUED", "STARTING", "RUNNING", "RESTARTING"].includes(job.state);
+  at("resume").hidden = job.state !== "PAUSED";
   const { step, steps } = job.progress;
   at("progress").value = steps ? step / steps : 0;
   const loss = last?.loss ?? job.progress.loss;
