@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from orchestrator import resources as r
 from orchestrator._client_kernels import KernelCalls
+from orchestrator._client_streams import StreamCalls, StreamEnd
 from orchestrator.errors import Problem, RequestRefused, ServiceUnreachable
 from worker.contract.plan import PlanReport
 
@@ -18,15 +19,7 @@ __all__ = ["Client", "StreamEnd"]
 M = TypeVar("M", bound=BaseModel)
 
 
-class StreamEnd(BaseModel):
-    """Why a stream of events ended: the job's end, or ``server_stopping``."""
-
-    reason: str | None = None
-    state: str | None = None
-    message: str = ""
-
-
-class Client(KernelCalls):
+class Client(KernelCalls, StreamCalls):
     """Speaks to one service. Every method raises :class:`RequestRefused` or :class:`ServiceUnreachable`."""
 
     def __init__(
@@ -80,15 +73,6 @@ class Client(KernelCalls):
         """Continue a paused job."""
         return self._ask(r.JobResource, "POST", f"/v1/jobs/{job_id}:resume")
 
-    def events(self, job_id: str, *, after: int = 0) -> r.EventPage:
-        """Return the events that follow one."""
-        return self._ask(r.EventPage, "GET", f"/v1/jobs/{job_id}/events", params={"after": str(after)})
-
-    def stream(self, job_id: str, *, after: int = 0) -> Iterator[r.EventResource | StreamEnd]:
-        """Yield events as they come; the last item says why there are no more."""
-        for kind, data in self._stream(f"/v1/jobs/{job_id}/events", {"Last-Event-ID": str(after)}, {}):
-            yield StreamEnd.model_validate_json(data) if kind == "end" else r.EventResource.model_validate_json(data)
-
     def _stream(self, path: str, headers: Mapping[str, str], params: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         """Yield kind and data of server-sent events, up to the one that says that there are no more."""
         asked = {"Accept": "text/event-stream", **headers}
@@ -103,39 +87,9 @@ class Client(KernelCalls):
         except httpx.HTTPError as error:
             raise ServiceUnreachable(f"{self._url}: {error}") from None
 
-    def logs(
-        self,
-        job_id: str,
-        *,
-        after: str | None = None,
-        attempt: int | None = None,
-        rank: int | None = None,
-        stream: str | None = None,
-    ) -> r.LogPage:
-        """Return lines that follow a cursor."""
-        filters = {"after": after, "attempt": attempt, "rank": rank, "stream": stream}
-        params = {name: str(value) for name, value in filters.items() if value is not None}
-        return self._ask(r.LogPage, "GET", f"/v1/jobs/{job_id}/logs", params=params)
-
-    def stream_logs(
-        self,
-        job_id: str,
-        *,
-        after: str | None = None,
-        attempt: int | None = None,
-        rank: int | None = None,
-        stream: str | None = None,
-    ) -> Iterator[r.LogPage | StreamEnd]:
-        """Yield lines as they come, over all attempts; the last item says why there are no more."""
-        filters = {"attempt": attempt, "rank": rank, "stream": stream}
-        params = {name: str(value) for name, value in filters.items() if value is not None}
-        last = {} if after is None else {"Last-Event-ID": after}
-        for kind, data in self._stream(f"/v1/jobs/{job_id}/logs", last, params):
-            yield StreamEnd.model_validate_json(data) if kind == "end" else r.LogPage.model_validate_json(data)
-
-    def metrics(self, job_id: str, *, after: int = 0, limit: int = 500) -> r.MetricsPage:
-        """Return steps of the last attempt that follow one."""
-        params = {"after": str(after), "limit": str(limit)}
+    def metrics(self, job_id: str, *, after: int = 0, limit: int = 500, attempt: int | None = None) -> r.MetricsPage:
+        """Return steps of an attempt (by default the last) that follow one."""
+        params = {"after": str(after), "limit": str(limit)} | ({} if attempt is None else {"attempt": str(attempt)})
         return self._ask(r.MetricsPage, "GET", f"/v1/jobs/{job_id}/metrics", params=params)
 
     def routes(self, job_id: str) -> r.RoutesResource:
