@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 setup: $(STAMP)  ## virtual environment with pinned dependencies
 
-services:        ## Prometheus and PostgreSQL for the tests, from Debian's packages where that is allowed
+services:        ## Prometheus, PostgreSQL and Chromium for the tests, from Debian's packages where that is allowed
 	@scripts/services
 
 demo: setup      ## train the example end to end through the service and print what ran

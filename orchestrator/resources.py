@@ -20,6 +20,7 @@ from orchestrator._kernel_resources import (
     SwapRequest,
     SwapResource,
 )
+from orchestrator._log_resources import LogDropped, LogLine, LogPage
 from orchestrator._resource import Resource
 from worker.contract.errors import FieldError
 from worker.contract.plan import ParameterPlan
@@ -27,10 +28,10 @@ from worker.contract.spec import JobSpec
 
 __all__ = [
     "AttemptResource", "BreakerChange", "BreakerResource", "BreakerWord", "CommFigures", "ConditionResource",
-    "ErrorGroup", "EventPage", "EventResource", "JobPage", "JobResource", "JobSummary", "KernelList", "KernelResource",
-    "MetricsPage", "NsFigures", "PlanSummary", "Progress", "RankFigures", "RankPace", "RanksResource", "Resource",
-    "RouteFigures", "RoutesResource", "RuntimeBreaker", "StepPoint", "SwapList", "SwapRequest", "SwapResource",
-    "Validation",
+    "ErrorGroup", "EventPage", "EventResource", "JobPage", "JobResource", "JobSummary", "KernelList",
+    "KernelResource", "LogDropped", "LogLine", "LogPage", "MetricsPage", "NsFigures", "PlanSummary", "Progress",
+    "RankFigures", "RankPace", "RanksResource", "Resource", "RouteFigures", "RoutesResource", "RuntimeBreaker",
+    "StepPoint", "SwapList", "SwapRequest", "SwapResource", "Validation",
 ]  # fmt: skip
 
 Value = str | int | float | bool | None

@@ -16,7 +16,7 @@ from orchestrator.processes import ProcessRecord, end_processes, helpers_of
 from orchestrator.ray_keeper import RayKeeper
 from orchestrator.ray_process import start_ray, stop_ray
 from orchestrator.server import serve
-from orchestrator.settings import Settings, ray_auth_environment
+from orchestrator.settings import Settings, ensure_secret, ray_auth_environment
 
 __all__ = ["down", "up"]
 
@@ -43,6 +43,9 @@ def up(settings: Settings, *, num_cpus: int | None) -> None:
     url = f"http://{settings.host}:{settings.port}"
     ProcessRecord.of(os.getpid(), url).save(record_path)
     console.print(f"service {url}  Ray {address}  state {settings.state_dir}", markup=False)
+    console.print(
+        f"live page {_page_address(settings, url, to_person=console.is_terminal)}", markup=False, soft_wrap=True
+    )
     if settings.ray_address is None:
         keeper.start()
     try:
@@ -69,6 +72,13 @@ def _make_state_dir(settings: Settings) -> None:
             f"the state directory {settings.state_dir} cannot be written to ({error.strerror}); "
             "name another one in DMUON_STATE_DIR"
         ) from None
+
+
+def _page_address(settings: Settings, url: str, *, to_person: bool) -> str:
+    """Return where the live page is; for a person, not for a log, with the token in the fragment, which is not sent."""
+    if not settings.auth or not to_person:
+        return f"{url}/"
+    return f"{url}/#token={ensure_secret(settings.token_file)}"
 
 
 def _check_port(settings: Settings) -> None:

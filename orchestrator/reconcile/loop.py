@@ -15,6 +15,7 @@ from pathlib import Path
 from orchestrator.clock import Clock
 from orchestrator.errors import LauncherUnavailable, LeaseLost
 from orchestrator.launcher_api import Capacity, Launcher
+from orchestrator.logs import LogStore
 from orchestrator.planner import Planner
 from orchestrator.reconcile._drivers import Drivers
 from orchestrator.reconcile.admission import admit_queued
@@ -56,6 +57,8 @@ class Reconciler:
         changed: Callable[[], None] = lambda: None,
         timed: Callable[[float], None] = lambda _seconds: None,
         checkpoints: Path | None = None,
+        logs: LogStore | None = None,
+        log_quota_bytes: int = 32 << 20,
     ) -> None:
         self.context = Context(
             database=database,
@@ -65,6 +68,8 @@ class Reconciler:
             holder=secrets.token_hex(8),
             changed=changed,
             checkpoints=checkpoints,
+            logs=logs,
+            log_quota_bytes=log_quota_bytes,
         )
         self._interval_s, self._lease_s, self._timed = interval_s, lease_s, timed
         self._stop = threading.Event()
@@ -73,9 +78,7 @@ class Reconciler:
         self._drivers = Drivers(_DRIVERS)
         self._driven: dict[str, Future[None]] = {}
         self._patience_s = patience_s
-        self._next_sweep = 0.0
-        self._next_look = -math.inf
-        self._renew_at = -math.inf
+        self._next_sweep, self._next_look, self._renew_at = 0.0, -math.inf, -math.inf
         self.last_pass_at: float | None = None
         """Wall clock at the end of the last pass; None before the first."""
         self.capacity: Capacity | None = None

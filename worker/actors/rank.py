@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -86,6 +88,22 @@ class RankActor:
         self._mailbox: Any = None
         self._store: Any = None
         self._place: Any = None
+        self._log_problem = self._capture_output()
+
+    def _capture_output(self) -> str:
+        """Send this process's output to its log files; return why that is not possible, or nothing."""
+        if not self._attempt.log_directory:
+            return ""
+        from worker.log_capture import capture_output
+
+        attempt = self._attempt
+        try:
+            capture_output(Path(attempt.log_directory), attempt.attempt, self._rank, attempt.log_quota_bytes)
+        except (OSError, subprocess.SubprocessError) as error:  # training is worth more than its output
+            return f"the output of rank {self._rank} is not kept in {attempt.log_directory}: {error}"
+        words = f"rank {self._rank} of attempt {attempt.attempt} of job {attempt.job_id}: process {os.getpid()}"
+        print(f"{words} on {socket.gethostname()}", file=sys.stderr)
+        return ""
 
     def hello(self) -> dict[str, str | int | float]:
         """Say where this rank runs.
@@ -124,6 +142,8 @@ class RankActor:
         from worker.settings import read_settings
 
         sender = Sender(supervisor, self._attempt.fence, read_settings().report_queue_limit)
+        if self._log_problem:
+            sender.put(Milestone(name="logs_off", at=time.time(), message=self._log_problem, rank=self._rank))
         begun, seat = False, None
         try:
             seat = self._place = self._seat(address, sender)
