@@ -129,7 +129,8 @@ class Reconciler:
         for job in jobs:
             if job.id not in self._driven:
                 self._driven[job.id] = self._drivers.submit(partial(drive_attempt, self.context, job.id))
-        wait(self._driven.values(), timeout=self._patience_s)
+        # A pass that is made by hand has nobody who would make the next one: it is waited for.
+        wait(self._driven.values(), timeout=self._patience_s if self._threads else None)
         for job_id, future in [(key, one) for key, one in self._driven.items() if one.done()]:
             del self._driven[job_id]
             error = None if future.cancelled() else future.exception()
