@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 
 import psutil
 
+from orchestrator.processes import helpers_of
 from orchestrator.ray_process import live_ray
 from tests.e2e.faults.scene import Scene, faulty_job
 from tests.e2e.jobs import submit
@@ -25,7 +26,7 @@ class Counted:
     actors: int
     """Processes of ranks and supervisors."""
     server_processes: int
-    """The server and its children."""
+    """The server, its planner and its launcher."""
     threads: int
     """Of those."""
     handles: int
@@ -42,7 +43,7 @@ class Counted:
 def count(scene: Scene) -> Counted:
     """Count now."""
     server = psutil.Process(scene.service.pid)
-    family = [server, *server.children(recursive=True)]
+    family = [server, *helpers_of(server)]  # Ray is its child too, in a session of its own
     record = live_ray(scene.service.settings)
     assert record is not None
     listening: set[int] = set()
