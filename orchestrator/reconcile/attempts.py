@@ -217,6 +217,8 @@ def _finish(context: Context, seen: _Seen, end: End, *, gone: bool) -> None:
         # It may have left before: a control plane can end between asking it and writing that down.
         with contextlib.suppress(SupervisorGone):
             context.launcher.leave(seen.ref)
+        if context.launcher.remains(seen.ref):
+            return  # the supervisor is still leaving: the next pass looks again
     now = context.clock()
     with context.database.write() as session:
         attempt = attempt_by_id(session, seen.attempt.id)

@@ -159,7 +159,8 @@ def decide_attempt(view: AttemptView) -> tuple[AttemptAction, End | None]:
 
 
 def _lost() -> End:
-    return End(reason=Reason.WORKER_LOST, message="the supervisor of the attempt is dead, and its workers with it")
+    message = "the supervisor of the attempt is dead, and with it its workers and the reports it had not handed over"
+    return End(reason=Reason.WORKER_LOST, message=message)
 
 
 def decide_end(intended: End | None, found: End) -> End:
