@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Self, TypeVar
 
@@ -11,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from orchestrator import resources as r
 from orchestrator._client_kernels import KernelCalls
+from orchestrator._client_streams import StreamCalls, StreamEnd
 from orchestrator.errors import Problem, RequestRefused, ServiceUnreachable
 from worker.contract.plan import PlanReport
 
@@ -19,15 +19,7 @@ __all__ = ["Client", "StreamEnd"]
 M = TypeVar("M", bound=BaseModel)
 
 
-class StreamEnd(BaseModel):
-    """Why a stream of events ended: the job's end, or ``server_stopping``."""
-
-    reason: str | None = None
-    state: str | None = None
-    message: str = ""
-
-
-class Client(KernelCalls):
+class Client(KernelCalls, StreamCalls):
     """Speaks to one service. Every method raises :class:`RequestRefused` or :class:`ServiceUnreachable`."""
 
     def __init__(
@@ -81,16 +73,12 @@ class Client(KernelCalls):
         """Continue a paused job."""
         return self._ask(r.JobResource, "POST", f"/v1/jobs/{job_id}:resume")
 
-    def events(self, job_id: str, *, after: int = 0) -> r.EventPage:
-        """Return the events that follow one."""
-        return self._ask(r.EventPage, "GET", f"/v1/jobs/{job_id}/events", params={"after": str(after)})
-
-    def stream(self, job_id: str, *, after: int = 0) -> Iterator[r.EventResource | StreamEnd]:
-        """Yield events as they come; the last item says why there are no more."""
-        headers = {"Accept": "text/event-stream", "Last-Event-ID": str(after)}
+    def _stream(self, path: str, headers: Mapping[str, str], params: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+        """Yield kind and data of server-sent events, up to the one that says that there are no more."""
+        asked = {"Accept": "text/event-stream", **headers}
         try:
             with self._http.stream(
-                "GET", f"/v1/jobs/{job_id}/events", headers=headers, timeout=httpx.Timeout(30.0, read=None)
+                "GET", path, headers=asked, params=params, timeout=httpx.Timeout(30.0, read=None)
             ) as answer:
                 if answer.is_error:
                     answer.read()
@@ -99,9 +87,9 @@ class Client(KernelCalls):
         except httpx.HTTPError as error:
             raise ServiceUnreachable(f"{self._url}: {error}") from None
 
-    def metrics(self, job_id: str, *, after: int = 0, limit: int = 500) -> r.MetricsPage:
-        """Return steps of the last attempt that follow one."""
-        params = {"after": str(after), "limit": str(limit)}
+    def metrics(self, job_id: str, *, after: int = 0, limit: int = 500, attempt: int | None = None) -> r.MetricsPage:
+        """Return steps of an attempt (by default the last) that follow one."""
+        params = {"after": str(after), "limit": str(limit)} | ({} if attempt is None else {"attempt": str(attempt)})
         return self._ask(r.MetricsPage, "GET", f"/v1/jobs/{job_id}/metrics", params=params)
 
     def routes(self, job_id: str) -> r.RoutesResource:
@@ -139,7 +127,7 @@ def _problem(answer: httpx.Response) -> Problem:
         )
 
 
-def _events(lines: Iterator[str]) -> Iterator[r.EventResource | StreamEnd]:
+def _events(lines: Iterator[str]) -> Iterator[tuple[str, str]]:
     kind, data = "message", ""
     for line in lines:
         if line.startswith("event:"):
@@ -147,8 +135,7 @@ def _events(lines: Iterator[str]) -> Iterator[r.EventResource | StreamEnd]:
         elif line.startswith("data:"):
             data += line[5:].strip()
         elif not line and data:
+            yield kind, data
             if kind == "end":
-                yield StreamEnd.model_validate(json.loads(data))
                 return
-            yield r.EventResource.model_validate_json(data)
             kind, data = "message", ""

@@ -18,9 +18,8 @@ __all__ = [
     "LauncherUnavailable", "LeaseLost", "MethodNotAllowed", "NotFound", "PlanMismatch", "PlanRefusedProblem",
     "PlannerFailed", "PreconditionFailed", "Problem", "RayProcessError", "RequestRefused", "ServiceError",
     "ServiceUnreachable", "SettingsInvalid", "SpecInvalidProblem", "StaleWrite", "StartFailed", "StoreUnavailable",
-    "StoreUnusable",
-    "SupervisorGone", "SwapImpossible", "TooLarge", "Unauthorized", "UnsupportedType", "as_service_error",
-    "error_of_status", "field_errors_of",
+    "StoreUnusable", "SupervisorGone", "SwapImpossible", "TooLarge", "TooManyStreams", "Unauthorized",
+    "UnsupportedType", "as_service_error", "error_of_status", "field_errors_of",
 ]  # fmt: skip
 
 PROBLEM_TYPE = "application/problem+json"
@@ -87,6 +86,12 @@ class StartFailed(ServiceError):
     """The cluster was reached, and making the supervisor failed there."""
 
     code, title = "start_failed", "The attempt could not be started"
+
+
+class TooManyStreams(ServiceError):
+    """As many streams are open as are allowed."""
+
+    code, status, title = "too_many_streams", 503, "Too many streams are open"
 
 
 class PlannerFailed(ServiceError):

@@ -20,6 +20,7 @@ from orchestrator._kernel_resources import (
     SwapRequest,
     SwapResource,
 )
+from orchestrator._log_resources import LogDropped, LogLine, LogPage
 from orchestrator._resource import Resource
 from worker.contract.errors import FieldError
 from worker.contract.plan import ParameterPlan
@@ -27,9 +28,10 @@ from worker.contract.spec import JobSpec
 
 __all__ = [
     "AttemptResource", "BreakerChange", "BreakerResource", "BreakerWord", "CommFigures", "ConditionResource",
-    "ErrorGroup", "EventPage", "EventResource", "JobPage", "JobResource", "JobSummary", "KernelList", "KernelResource",
-    "MetricsPage", "NsFigures", "PlanSummary", "Progress", "RankFigures", "Resource", "RouteFigures",
-    "RoutesResource", "RuntimeBreaker", "StepPoint", "SwapList", "SwapRequest", "SwapResource", "Validation",
+    "ErrorGroup", "EventPage", "EventResource", "JobPage", "JobResource", "JobSummary", "KernelList",
+    "KernelResource", "LogDropped", "LogLine", "LogPage", "MetricsPage", "NsFigures", "PlanSummary", "Progress",
+    "RankFigures", "Resource", "RouteFigures", "RoutesResource", "RuntimeBreaker", "StepPoint", "SwapList",
+    "SwapRequest", "SwapResource", "Validation",
 ]  # fmt: skip
 
 Value = str | int | float | bool | None
@@ -39,6 +41,8 @@ class Progress(Resource):
     """How far a job is, by its last reports."""
 
     step: int = 0
+    first_step: int = 0
+    """Step after which the last attempt began."""
     steps: int
     """Steps that the job is to do."""
     skipped_steps: int = 0

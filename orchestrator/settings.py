@@ -44,6 +44,10 @@ class Settings:
     metrics_series_budget: int = 200
     """How many Prometheus series a job may export; families over it are left out whole and counted."""
     max_request_bytes: int = 1 << 20
+    max_streams: int = 2000
+    """Streams of events and logs that may be open at once."""
+    log_quota_bytes: int = 32 << 20
+    """Of each stream of each rank in each attempt."""
     lease_s: float = 5.0
     """How long a silent control plane keeps the reconciler's lease."""
     plan_timeout_s: float = 300.0
@@ -110,6 +114,8 @@ _VARIABLES: Mapping[str, tuple[str, Any]] = {
     "metrics_grace_s": ("DMUON_METRICS_GRACE_S", float),
     "metrics_series_budget": ("DMUON_METRICS_SERIES_BUDGET", int),
     "max_request_bytes": ("DMUON_MAX_REQUEST_BYTES", int),
+    "max_streams": ("DMUON_MAX_STREAMS", int),
+    "log_quota_bytes": ("DMUON_LOG_QUOTA_BYTES", int),
 }
 
 

@@ -18,6 +18,7 @@ from worker.contract.messages import (
     CommTotals,
     Milestone,
     NsTotals,
+    RankError,
     RankReport,
     RouteStats,
 )
@@ -28,7 +29,7 @@ from worker.planner import traffic_factor
 
 __all__ = ["Reporter", "Sink", "StepFacts", "differences"]
 
-Sink = Callable[[RankReport | Milestone], None]
+Sink = Callable[[RankReport | Milestone | RankError], None]
 """Takes a message at once; it never waits for anyone."""
 
 

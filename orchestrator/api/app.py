@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,7 +20,8 @@ from starlette.types import ExceptionHandler
 
 from orchestrator.api import jobs, kernels, live, measures, plans, streams, swaps, system
 from orchestrator.api.auth import Authenticator
-from orchestrator.api.hub import Hub
+from orchestrator.api.following import look_at_topics
+from orchestrator.api.hub import Hub, Pages
 from orchestrator.api.limits import BodyLimitMiddleware
 from orchestrator.api.service import Service
 from orchestrator.clock import Clock, wall_clock
@@ -33,6 +35,7 @@ from orchestrator.errors import (
     field_errors_of,
 )
 from orchestrator.launcher_api import Launcher
+from orchestrator.logs import LogStore
 from orchestrator.planner import Planner
 from orchestrator.reconcile.loop import Reconciler
 from orchestrator.settings import Settings, ensure_secret
@@ -54,8 +57,12 @@ def create_app(
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         if reconcile:
             service.reconciler.start()
+        watching = asyncio.ensure_future(
+            service.hub.watch(lambda topics: run_in_threadpool(look_at_topics, service, topics))
+        )
         yield
         service.hub.stop()
+        watching.cancel()
         async with anyio.create_task_group() as ends:
             ends.start_soon(run_in_threadpool, planner.close)
             ends.start_soon(run_in_threadpool, service.reconciler.stop)
@@ -86,7 +93,8 @@ def service_of(app: FastAPI) -> Service:
 
 
 def _service(settings: Settings, launcher: Launcher, planner: Planner, clock: Clock) -> Service:
-    database, hub, pass_seconds = Database(settings.database_url), Hub(), Histogram()
+    database, pass_seconds = Database(settings.database_url), Histogram()
+    hub, logs = Hub(settings.max_streams), LogStore(settings.state_dir / "logs")
     database.migrate()
     authenticator = Authenticator.open_to_all()
     if settings.auth:
@@ -102,6 +110,8 @@ def _service(settings: Settings, launcher: Launcher, planner: Planner, clock: Cl
         changed=hub.notify,
         timed=pass_seconds.observe,
         checkpoints=settings.state_dir / "checkpoints",
+        logs=logs,
+        log_quota_bytes=settings.log_quota_bytes,
     )
     return Service(
         settings=settings,
@@ -110,6 +120,8 @@ def _service(settings: Settings, launcher: Launcher, planner: Planner, clock: Cl
         reconciler=reconciler,
         authenticator=authenticator,
         hub=hub,
+        pages=Pages(),
+        logs=logs,
         clock=clock,
         http_seconds=Histogram(),
         pass_seconds=pass_seconds,

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from sqlalchemy.orm import Session
 
 from orchestrator import resources as r
+from orchestrator.logs import Part
 from orchestrator.store.attempts import attempts_of, errors_of, totals_of
 from orchestrator.store.jobs import conditions_of, plan_of
 from orchestrator.store.models import Attempt, Condition, Event, Job
@@ -19,7 +20,7 @@ from worker.contract.spec import JobSpec
 from worker.contract.states import Reason
 
 __all__ = [
-    "comm_figures", "condition_resource", "event_resource", "job_resource", "job_summary", "ns_figures",
+    "comm_figures", "condition_resource", "event_resource", "job_resource", "job_summary", "log_page", "ns_figures",
     "plan_summary", "step_point",
 ]  # fmt: skip
 
@@ -113,6 +114,22 @@ def event_resource(row: Event) -> r.EventResource:
     return r.EventResource(seq=row.seq, at=row.at, kind=row.kind, message=row.message, data=json.loads(row.data))
 
 
+def log_page(part: Part) -> r.LogPage:
+    """Return lines of logs."""
+    attempt = part.cursor.attempt
+    lines = tuple(
+        r.LogLine(
+            attempt=attempt, rank=rank, stream=stream, offset=line.offset, next_offset=line.next_offset,
+            text=line.text, partial=line.partial,
+        )
+        for (rank, stream), line in part.lines
+    )  # fmt: skip
+    dropped = tuple(
+        r.LogDropped(rank=rank, stream=stream, dropped_bytes=number) for (rank, stream), number in part.dropped.items()
+    )
+    return r.LogPage(lines=lines, next_after=str(part.cursor), dropped=dropped, drained=part.drained)
+
+
 def plan_summary(plan: PlanReport) -> r.PlanSummary:
     """Return the figures of a plan."""
     return r.PlanSummary.model_validate(plan.model_dump(include=set(r.PlanSummary.model_fields)))
@@ -127,6 +144,7 @@ def _progress(spec: JobSpec, totals: Mapping[int, RankReport]) -> r.Progress:
     seconds = lead.step_seconds_sum
     return r.Progress(
         step=min(report.step for report in totals.values()),
+        first_step=lead.first_step,
         steps=steps,
         skipped_steps=lead.skipped_total,
         loss=lead.loss,

@@ -12,8 +12,9 @@ from pydantic import BaseModel
 from sqlalchemy.orm import Session
 
 from orchestrator.api.auth import Authenticator, Principal
-from orchestrator.api.hub import Hub
+from orchestrator.api.hub import Hub, Pages, StreamPage
 from orchestrator.clock import Clock
+from orchestrator.logs import LogStore
 from orchestrator.planner import Planner
 from orchestrator.reconcile.loop import Reconciler
 from orchestrator.settings import Settings
@@ -41,6 +42,8 @@ class Service:
     reconciler: Reconciler
     authenticator: Authenticator
     hub: Hub
+    pages: Pages[StreamPage]
+    logs: LogStore
     clock: Clock
     http_seconds: Histogram
     pass_seconds: Histogram

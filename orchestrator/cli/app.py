@@ -19,6 +19,7 @@ from orchestrator.cli import _console as c
 from orchestrator.cli.demo import run_demo
 from orchestrator.cli.follow import follow
 from orchestrator.cli.kernels import AsJson, Url, add_kernel_commands
+from orchestrator.cli.logs import Wanted, show_logs
 from orchestrator.cli.report import collect_report, render_plan, render_report
 from orchestrator.cli.serving import down as end_service
 from orchestrator.cli.serving import up as run_service
@@ -27,7 +28,7 @@ from orchestrator.settings import Settings
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Submit, watch and steer training jobs.")
+app = typer.Typer(no_args_is_help=True, add_completion=True, help="Submit, watch and steer training jobs.")
 add_kernel_commands(app)
 SpecFile = Annotated[Path, typer.Argument(help="Job spec, YAML or JSON.")]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Stay until the end.")]
@@ -117,6 +118,11 @@ def listing(
         jobs = tuple(_all_jobs(client, state=state, project=project, label=label))
     if as_json:
         return c.print_json(r.JobPage(jobs=jobs))
+    if not jobs:
+        filtered = any(value is not None for value in (state, project, label))
+        c.errors.print(
+            "no job matches these filters" if filtered else "there are no jobs; 'dmuonctl submit SPEC' adds one"
+        )
     for job in jobs:
         c.console.print(f"{job.id}  {job.state:<10} {job.project}/{job.name}  {job.message}", markup=False)
 
@@ -186,6 +192,23 @@ def _all_events(client: Client, job_id: str) -> Iterator[r.EventResource]:
             return
         yield from page.events
         after = page.next_after
+
+
+@app.command()
+def logs(
+    job_id: str,
+    following: Annotated[bool, typer.Option("--follow", "-f", help="Go on as it is written, to the end.")] = False,
+    rank: Annotated[int | None, typer.Option(min=0, help="One rank; else all.")] = None,
+    stream: Annotated[str | None, typer.Option(help="stdout or stderr; else both.")] = None,
+    attempt: Annotated[int | None, typer.Option(min=1, help="Default: the last; with --follow the first.")] = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print what the ranks wrote. --json prints a line of JSON for each line."""
+    with c.connected(url) as client:
+        show_logs(
+            client, job_id, Wanted(attempt=attempt, rank=rank, stream=stream), following=following, as_json=as_json
+        )
 
 
 @app.command()

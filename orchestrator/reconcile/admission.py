@@ -27,7 +27,7 @@ CONDITION = "Admitted"
 def admit_queued(context: Context) -> int:
     """Decide about every job in the queue; return how many started."""
     with context.database.read() as session:
-        jobs = jobs_in(session, JobState.QUEUED)
+        jobs = sorted(jobs_in(session, JobState.QUEUED), key=_turn)
         reserved = _reserved(session) if jobs else Resources()
     if not jobs:
         return 0
@@ -40,6 +40,11 @@ def admit_queued(context: Context) -> int:
     waiting = [_waiting(job, context.clock()) for job in jobs]
     decisions = decide_admissions(waiting, capacity, reserved)
     return sum(_apply(context, job, decision) for job, decision in zip(jobs, decisions, strict=True))
+
+
+def _turn(job: Job) -> tuple[int, int]:
+    """Sort key: the highest priority first, then the oldest."""
+    return -JobSpec.model_validate_json(job.spec).priority, job.number
 
 
 def _waiting(job: Job, now: float) -> Waiting:
@@ -61,8 +66,9 @@ def _reserved(session: Session) -> Resources:
 
 
 def _apply(context: Context, job: Job, decision: Admission) -> bool:
-    if not decision.start and not decision.errors:
-        _note(context, job, "False", "waiting_for_capacity", decision.message)
+    if not decision.start and (not decision.errors or _ran_before(context, job)):
+        text = decision.message or "; ".join(error.message for error in decision.errors)
+        _note(context, job, "False", "waiting_for_capacity", text)
         return False
     now = context.clock()
     try:
@@ -78,6 +84,12 @@ def _apply(context: Context, job: Job, decision: Admission) -> bool:
         return False  # cancelled meanwhile
     context.changed()
     return decision.start
+
+
+def _ran_before(context: Context, job: Job) -> bool:
+    """A job that had room once waits for it to come back: what a lost node leaves is not all that there will be."""
+    with context.database.read() as session:
+        return last_attempt(session, job.id) is not None
 
 
 def _refuse(session: Session, context: Context, job: Job, decision: Admission, now: float) -> None:

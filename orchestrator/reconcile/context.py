@@ -8,6 +8,7 @@ from pathlib import Path
 
 from orchestrator.clock import Clock
 from orchestrator.launcher_api import Launcher
+from orchestrator.logs import LogStore
 from orchestrator.planner import Planner
 from orchestrator.store.database import Database
 from orchestrator.store.models import Job
@@ -29,6 +30,9 @@ class Context:
     """Called after something was written that others may wait for."""
     checkpoints: Path | None = None
     """Where jobs keep checkpoints, each in a directory of its id, when their spec names no place; None: nowhere."""
+    logs: LogStore | None = None
+    """Where the ranks' output goes; None: it stays with Ray."""
+    log_quota_bytes: int = 32 << 20
 
     def guard(self, job: Job) -> Guard:
         """Return the guard of a write that was decided on ``job``."""

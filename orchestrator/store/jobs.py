@@ -22,10 +22,12 @@ from worker.contract.states import JobState, Reason
 
 __all__ = [
     "JobFilter", "cancel_job", "conditions_of", "count_by_reason", "count_by_state", "events_after", "find_job",
-    "jobs_in", "jobs_shown", "keep_plan", "last_event_at", "list_jobs", "plan_of", "queue_waits", "submit_job",
+    "jobs_in", "jobs_shown", "keep_plan", "last_event_at", "last_events", "list_jobs", "plan_of", "queue_waits",
+    "submit_job",
 ]  # fmt: skip
 
 _LAST_EVENT = 2**31 - 2
+_IDS_AT_ONCE = 500
 LIVE = (JobState.STARTING, JobState.RUNNING, JobState.STOPPING, JobState.RESTARTING)
 WAITING = (JobState.SUBMITTED, JobState.QUEUED)
 
@@ -169,6 +171,16 @@ def events_after(session: Session, job_id: str, seq: int, limit: int) -> Sequenc
     first = min(seq, _LAST_EVENT) + 1  # a number that the column cannot hold is an error on PostgreSQL
     query = select(Event).where(Event.job_id == job_id, Event.seq >= first).order_by(Event.seq).limit(limit)
     return session.scalars(query).all()
+
+
+def last_events(session: Session, job_ids: Sequence[str]) -> dict[str, int]:
+    """Return the number of each job's last event, of those that exist."""
+    found: dict[str, int] = {}
+    for begin in range(0, len(job_ids), _IDS_AT_ONCE):
+        part = job_ids[begin : begin + _IDS_AT_ONCE]
+        rows = session.execute(select(Job.id, Job.last_event).where(Job.id.in_(part)))
+        found |= {row.id: row.last_event for row in rows}
+    return found
 
 
 def last_event_at(session: Session, job_id: str, kind: str) -> float | None:

@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator import resources as r
 from orchestrator.cli.own_service import OwnService
-from orchestrator.client import Client
+from orchestrator.client import Client, StreamEnd
 from orchestrator.errors import RequestRefused
 from tests.e2e.jobs import small, submit, wait_for, wait_until_ended
 
@@ -90,6 +90,11 @@ def test_cancel_ends_the_processes_and_frees_the_room(service: OwnService) -> No
         while worker_processes() - before and time.monotonic() < deadline:
             time.sleep(0.1)
         assert worker_processes() <= before
+        *pages, end = client.stream_logs(job.id)
+        assert isinstance(end, StreamEnd) and end.state == "CANCELLED", "what a killed rank wrote is told to its end"
+        lines = [line for page in pages if isinstance(page, r.LogPage) for line in page.lines]
+        told = {(line.rank, line.text.partition(":")[0]) for line in lines}
+        assert {(rank, f"rank {rank} of attempt 1 of job {job.id}") for rank in (0, 1)} <= told
         again = submit(client, small(training={"steps": 2}))
         assert wait_until_ended(client, again.id).state == "SUCCEEDED", "the room is free again"
 

@@ -126,6 +126,8 @@ class Milestone(Message):
         "routes_verified",
         "kernel_changed",
         "stopping",
+        "stalled",
+        "stacks",
         "kernel_failed",
         "breaker_changed",
         "swap_preparing",
@@ -138,6 +140,7 @@ class Milestone(Message):
         "checkpoint_failed",
         "checkpoint_passed_over",
         "checkpoints_off",
+        "logs_off",
     ]
     at: float
     message: str
@@ -200,5 +203,9 @@ class AttemptStart(Message):
     kernels: KernelPolicy = KernelPolicy()
     checkpoint_directory: str = ""
     """Where the job's checkpoints go when its spec names no place; empty: nowhere."""
+    log_directory: str = ""
+    """Where the ranks' output goes, as :mod:`worker.contract.logs` says; empty: it stays where Ray sends it."""
+    log_quota_bytes: int = 32 << 20
+    """Of each stream of each rank; what is above it is dropped and counted."""
     placement_deadline_s: float = 60.0
     outbox_limit: int = 100_000
