@@ -39,6 +39,8 @@ _SWEEP_S = 3600.0
 _DRIVERS = 8
 _CAPACITY_S = 10.0
 """How often the cluster's capacity is looked at for those who watch; admission asks for itself."""
+_LOOK = "capacity"
+"""Stands among the ids of driven jobs: a cluster that does not say what it has holds up no job."""
 
 
 class Reconciler:
@@ -117,7 +119,6 @@ class Reconciler:
         preempt_for_priority(self.context)
         admit_queued(self.context)
         self._drive_all()
-        self._look_at_capacity()
         self._sweep()
         self.last_pass_at = self.context.clock()
         self._timed(time.perf_counter() - began)
@@ -129,6 +130,8 @@ class Reconciler:
         for job in jobs:
             if job.id not in self._driven:
                 self._driven[job.id] = self._drivers.submit(partial(drive_attempt, self.context, job.id))
+        if _LOOK not in self._driven and self.context.clock() >= self._next_look:
+            self._driven[_LOOK] = self._drivers.submit(self._look_at_capacity)
         wait(self._driven.values(), timeout=self._patience_s)
         for job_id, future in [(key, one) for key, one in self._driven.items() if one.done()]:
             del self._driven[job_id]
@@ -153,10 +156,7 @@ class Reconciler:
         return held
 
     def _look_at_capacity(self) -> None:
-        now = self.context.clock()
-        if now < self._next_look:
-            return
-        self._next_look = now + _CAPACITY_S
+        self._next_look = self.context.clock() + _CAPACITY_S
         try:
             self.capacity = self.context.launcher.capacity()
         except LauncherUnavailable as error:
