@@ -108,9 +108,9 @@ class Reporter:
     def _compared(self) -> dict[Kernel, int]:
         found: dict[Kernel, int] = {}
         for key, number in ledger.LEDGER.compared().items():
-            kernel, more = Kernel(key[0]), number - self._compared_start.get(key, 0)
+            more = number - self._compared_start.get(key, 0)
             if more:
-                found[kernel] = found.get(kernel, 0) + more
+                found[Kernel(key[0])] = found.get(Kernel(key[0]), 0) + more
         return found
 
     def matrices(self) -> int:
