@@ -9,7 +9,9 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from orchestrator import resources as r
+from orchestrator._client_admin import AdminCalls
 from orchestrator._client_kernels import KernelCalls
+from orchestrator._client_logs import LogCalls, StreamEnd
 from orchestrator.errors import Problem, RequestRefused, ServiceUnreachable
 from worker.contract.plan import PlanReport
 
@@ -18,15 +20,7 @@ __all__ = ["Client", "StreamEnd"]
 M = TypeVar("M", bound=BaseModel)
 
 
-class StreamEnd(BaseModel):
-    """Why a stream of events ended: the job's end, or ``server_stopping``."""
-
-    reason: str | None = None
-    state: str | None = None
-    message: str = ""
-
-
-class Client(KernelCalls):
+class Client(AdminCalls, KernelCalls, LogCalls):
     """Speaks to one service. Every method raises :class:`RequestRefused` or :class:`ServiceUnreachable`."""
 
     def __init__(
@@ -102,36 +96,6 @@ class Client(KernelCalls):
                 yield from _events(answer.iter_lines())
         except httpx.HTTPError as error:
             raise ServiceUnreachable(f"{self._url}: {error}") from None
-
-    def logs(
-        self,
-        job_id: str,
-        *,
-        after: str | None = None,
-        attempt: int | None = None,
-        rank: int | None = None,
-        stream: str | None = None,
-    ) -> r.LogPage:
-        """Return lines that follow a cursor."""
-        filters = {"after": after, "attempt": attempt, "rank": rank, "stream": stream}
-        params = {name: str(value) for name, value in filters.items() if value is not None}
-        return self._ask(r.LogPage, "GET", f"/v1/jobs/{job_id}/logs", params=params)
-
-    def stream_logs(
-        self,
-        job_id: str,
-        *,
-        after: str | None = None,
-        attempt: int | None = None,
-        rank: int | None = None,
-        stream: str | None = None,
-    ) -> Iterator[r.LogPage | StreamEnd]:
-        """Yield lines as they come, over all attempts; the last item says why there are no more."""
-        filters = {"attempt": attempt, "rank": rank, "stream": stream}
-        params = {name: str(value) for name, value in filters.items() if value is not None}
-        last = {} if after is None else {"Last-Event-ID": after}
-        for kind, data in self._stream(f"/v1/jobs/{job_id}/logs", last, params):
-            yield StreamEnd.model_validate_json(data) if kind == "end" else r.LogPage.model_validate_json(data)
 
     def metrics(self, job_id: str, *, after: int = 0, limit: int = 500) -> r.MetricsPage:
         """Return steps of the last attempt that follow one."""

@@ -18,7 +18,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.types import ExceptionHandler
 
-from orchestrator.api import jobs, kernels, measures, plans, streams, swaps, system
+from orchestrator.api import admin, inspect, jobs, kernels, measures, plans, streams, swaps, system
 from orchestrator.api.auth import Authenticator
 from orchestrator.api.following import look_at_topics
 from orchestrator.api.hub import Hub, Pages
@@ -78,7 +78,7 @@ def create_app(
         responses={"default": {"model": Problem, "description": "A problem (RFC 9457)"}},
     )
     app.state.service = service
-    for module in (jobs, plans, streams, measures, kernels, swaps, system):
+    for module in (admin, inspect, jobs, plans, streams, measures, kernels, swaps, system):
         app.include_router(module.router)
     for kind, handler in _HANDLERS.items():
         app.add_exception_handler(kind, handler)

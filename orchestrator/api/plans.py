@@ -29,7 +29,7 @@ def plan(
     """Plan a job, or refuse it with all reasons. Nothing runs, and no cluster is needed."""
     spec = read_spec(request, body)
     claim = keyed(request, principal, key, body)
-    if claim is None:
+    if claim.key is None:
         return reply(_planned(service, spec))
     # Planning takes too long for a transaction: the key is claimed in one, and the answer kept in another.
     with service.database.write() as session:

@@ -15,8 +15,8 @@ from worker.contract.errors import ErrorValue
 from worker.contract.messages import AttemptEnd, Entry, Milestone, PollBatch, RankError, RankReport
 
 __all__ = [
-    "append_batch", "attempt_by_id", "attempts_of", "count_restarts", "errors_of", "last_attempt", "new_attempt",
-    "reports_at", "reports_of_steps", "totals_of",
+    "append_batch", "attempt_by_id", "attempts_of", "count_restarts", "errors_of", "last_attempt", "last_attempts",
+    "new_attempt", "reports_at", "reports_of_steps", "totals_of",
 ]  # fmt: skip
 
 
@@ -44,6 +44,12 @@ def last_attempt(session: Session, job_id: str) -> Attempt | None:
     """Return the newest attempt of a job; None before the first."""
     query = select(Attempt).where(Attempt.job_id == job_id).order_by(Attempt.number.desc()).limit(1)
     return session.scalar(query)
+
+
+def last_attempts(session: Session, job_ids: Sequence[str]) -> dict[str, Attempt]:
+    """Return the newest attempt of each job that has any."""
+    rows = session.scalars(select(Attempt).where(Attempt.job_id.in_(job_ids)).order_by(Attempt.number))
+    return {row.job_id: row for row in rows}
 
 
 def attempts_of(session: Session, job_id: str) -> Sequence[Attempt]:
