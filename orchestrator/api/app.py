@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import cast
 
 import anyio
@@ -20,6 +21,7 @@ from starlette.types import ExceptionHandler
 
 from orchestrator.api import admin, inspect, jobs, kernels, measures, plans, streams, swaps, system
 from orchestrator.api.auth import Authenticator
+from orchestrator.api.document import PROBLEM_ANSWERS, document_of
 from orchestrator.api.following import look_at_topics
 from orchestrator.api.hub import Hub, Pages
 from orchestrator.api.limits import BodyLimitMiddleware
@@ -75,8 +77,9 @@ def create_app(
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
-        responses={"default": {"model": Problem, "description": "A problem (RFC 9457)"}},
+        responses=PROBLEM_ANSWERS,
     )
+    app.openapi = partial(document_of, app)  # type: ignore[method-assign]
     app.state.service = service
     for module in (admin, inspect, jobs, plans, streams, measures, kernels, swaps, system):
         app.include_router(module.router)
