@@ -5,7 +5,7 @@ All decisions of a pass are made on one look at store and cluster, and written i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -23,7 +23,7 @@ from orchestrator.store.kernels import breaker_rows, policy_for
 from orchestrator.store.models import Condition, Job
 from orchestrator.store.quotas import quotas_for
 from orchestrator.store.swaps import swaps_of
-from orchestrator.store.transitions import change_state, locked_job, set_condition
+from orchestrator.store.transitions import Note, change_state, note_all, set_condition
 from worker.contract.spec import JobSpec
 from worker.contract.states import JobState, Reason
 
@@ -143,10 +143,16 @@ def _write(context: Context, queue: _Queue, decisions: Sequence[Admission]) -> i
         for place, (job, decision) in enumerate(zip(queue.jobs, decisions, strict=True))
         if _is_news(decision, queue.noted.get(job.id), place)
     ]
-    for begin in range(0, len(due), _BATCH):
+    moving = [(job, decision) for job, decision in due if decision.start or decision.errors]
+    for begin in range(0, len(moving), _BATCH):
         with context.database.write() as session:
-            for moved, news in _apply_all(session, context, due[begin : begin + _BATCH]):
-                started, changed = started + moved, changed or news
+            done = [_apply(session, context, job, decision) for job, decision in moving[begin : begin + _BATCH]]
+        started += sum(moved and found.start for moved, (_, found) in zip(done, moving[begin:], strict=False))
+        changed |= any(done)
+    notes = [_note(job, decision) for job, decision in due if not (decision.start or decision.errors)]
+    for begin in range(0, len(notes), _BATCH):
+        with context.database.write() as session:
+            changed |= note_all(session, CONDITION, notes[begin : begin + _BATCH], now=context.clock())
     if changed:
         context.changed()
     return started
@@ -163,20 +169,21 @@ def _status(decision: Admission) -> tuple[str, str]:
     return ("Unknown", "launcher_unavailable") if decision.reason is None else ("False", str(decision.reason))
 
 
-def _apply_all(session: Session, context: Context, due: Sequence[tuple[Job, Admission]]) -> Iterator[tuple[bool, bool]]:
-    """Carry out decisions; yield for each whether the job started and whether anything changed."""
-    for job, decision in due:
-        try:
-            if decision.errors:
-                _refuse(session, context, job, decision)
-            elif decision.start:
-                _start(session, context, job)
-            else:
-                yield False, _note(session, context, job, decision)
-                continue
-            yield decision.start, True
-        except StaleWrite:
-            yield False, False  # cancelled or paused meanwhile: nothing was written
+def _note(job: Job, decision: Admission) -> Note:
+    status, reason = _status(decision)
+    return Note(job_id=job.id, version=job.version, status=status, reason=reason, message=decision.message)
+
+
+def _apply(session: Session, context: Context, job: Job, decision: Admission) -> bool:
+    """Start or refuse a job; False when it was cancelled or paused meanwhile, and nothing was written."""
+    try:
+        if decision.errors:
+            _refuse(session, context, job, decision)
+        else:
+            _start(session, context, job)
+    except StaleWrite:
+        return False
+    return True
 
 
 def _start(session: Session, context: Context, job: Job) -> None:
@@ -198,12 +205,3 @@ def _refuse(session: Session, context: Context, job: Job, decision: Admission) -
         message="; ".join(error.message for error in decision.errors),
         errors=decision.errors,
     )
-
-
-def _note(session: Session, context: Context, job: Job, decision: Admission) -> bool:
-    row = locked_job(session, job.id)
-    if row.version != job.version:
-        return False
-    status, reason = _status(decision)
-    row.message = decision.message
-    return set_condition(session, row, CONDITION, status, reason, decision.message, now=context.clock())

@@ -33,6 +33,8 @@ __all__ = ["Reconciler"]
 
 _log = logging.getLogger(__name__)
 _SWEEP_S = 3600.0
+_REST = 2.0
+"""Pause after a pass, in terms of the CPU time that it took."""
 _CAPACITY_S = 10.0
 """How often the cluster's capacity is looked at for those who watch; admission asks for itself."""
 
@@ -169,6 +171,7 @@ class Reconciler:
 
     def _loop(self, once: Callable[[], None], wake: threading.Event) -> None:
         while not self._stop.is_set():
+            began = time.thread_time()
             try:
                 once()
             except LeaseLost as lost:
@@ -176,5 +179,7 @@ class Reconciler:
                 _log.warning("%s", lost)
             except Exception:
                 _log.exception("a pass of the reconciler failed; the next one tries again")
+            # However often it is woken, two thirds of the time are left to those who ask.
+            self._stop.wait(min(1.0, _REST * (time.thread_time() - began)))
             wake.wait(self._interval_s)
             wake.clear()

@@ -140,7 +140,8 @@ def _raise_totals(session: Session, attempt: Attempt, rank: int, body: RankRepor
 
 def totals_of(session: Session, attempt_ids: Iterable[int]) -> dict[int, dict[int, RankReport]]:
     """Return the last report of every rank, by attempt and rank."""
-    rows = session.scalars(select(RankTotals).where(RankTotals.attempt_id.in_(list(attempt_ids))))
+    wanted = list(attempt_ids)
+    rows = session.scalars(select(RankTotals).where(RankTotals.attempt_id.in_(wanted))) if wanted else ()
     found: dict[int, dict[int, RankReport]] = {}
     for row in rows:
         found.setdefault(row.attempt_id, {})[row.rank] = RankReport.model_validate_json(row.body)
@@ -175,9 +176,12 @@ def reports_of_steps(session: Session, attempt_id: int, after: int, limit: int) 
 
 def errors_of(session: Session, attempt_ids: Iterable[int]) -> list[tuple[int, ErrorValue]]:
     """Return every rank's error as (attempt id, error), in the order in which they came."""
+    wanted = list(attempt_ids)
+    if not wanted:
+        return []
     query = (
         select(RankErrorRow)
-        .where(RankErrorRow.attempt_id.in_(list(attempt_ids)))
+        .where(RankErrorRow.attempt_id.in_(wanted))
         .order_by(RankErrorRow.attempt_id, RankErrorRow.seq)
     )
     return [(row.attempt_id, ErrorValue.model_validate_json(row.body)) for row in session.scalars(query)]
