@@ -17,9 +17,9 @@ __all__ = [
     "Forbidden", "IdempotencyMismatch", "IdempotencyRunning", "InvalidInput", "InvalidPageToken", "JobFinished",
     "LauncherUnavailable", "LeaseLost", "MethodNotAllowed", "NotFound", "PlanMismatch", "PlanRefusedProblem",
     "PlannerFailed", "PreconditionFailed", "Problem", "QuotaExceeded", "RayProcessError", "RequestRefused",
-    "ServiceError", "ServiceUnreachable", "SettingsInvalid", "SpecInvalidProblem", "StaleWrite", "StartFailed",
-    "StoreUnavailable", "StoreUnusable", "SupervisorGone", "SwapImpossible", "TooLarge", "TooManyStreams",
-    "Unauthorized", "UnsupportedType", "as_service_error", "error_of_status", "field_errors_of",
+    "RequestTimeout", "ServiceError", "ServiceUnreachable", "SettingsInvalid", "SpecInvalidProblem", "StaleWrite",
+    "StartFailed", "StoreUnavailable", "StoreUnusable", "SupervisorGone", "SwapImpossible", "TooLarge",
+    "TooManyStreams", "Unauthorized", "UnsupportedType", "as_service_error", "error_of_status", "field_errors_of",
 ]  # fmt: skip
 
 PROBLEM_TYPE = "application/problem+json"
@@ -152,6 +152,12 @@ class TooLarge(ServiceError, ValueError):
     """The body is larger than allowed."""
 
     code, status, title = "too_large", 413, "The request is too large"
+
+
+class RequestTimeout(ServiceError):
+    """The client took too long to send its request."""
+
+    code, status, title = "request_timeout", 408, "The request came too slowly"
 
 
 class UnsupportedType(ServiceError, ValueError):

@@ -85,7 +85,7 @@ def create_app(
         app.include_router(module.router)
     for kind, handler in _HANDLERS.items():
         app.add_exception_handler(kind, handler)
-    app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_request_bytes)
+    app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_request_bytes, timeout_s=settings.request_timeout_s)
     app.add_middleware(TimingMiddleware, histogram=service.http_seconds)
     return app
 
@@ -115,6 +115,7 @@ def _service(settings: Settings, launcher: Launcher, planner: Planner, clock: Cl
         checkpoints=settings.state_dir / "checkpoints",
         logs=logs,
         log_quota_bytes=settings.log_quota_bytes,
+        history_s=settings.history_s,
     )
     return Service(
         settings=settings,

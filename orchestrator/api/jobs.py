@@ -14,6 +14,7 @@ from orchestrator.api.auth import Principal, require
 from orchestrator.api.build import job_resource, job_summary
 from orchestrator.api.service import Body, IdempotencyHeader, Service, ServiceOf, answer_once, keyed, reply
 from orchestrator.errors import InvalidInput, UnsupportedType, as_service_error
+from orchestrator.paths import check_paths
 from orchestrator.store.jobs import JobFilter, cancel_job, find_job, list_jobs, submit_job
 from orchestrator.store.quotas import check_queue_room
 from orchestrator.store.stops import pause_job, resume_job
@@ -62,6 +63,7 @@ def submit(
 ) -> Response:
     """Submit a job; with ``validate_only`` only say whether its spec is right."""
     spec = read_spec(request, body)
+    check_paths(spec, service.settings.path_roots)
     if validate_only:
         return reply(r.Validation(spec=spec))
     wanted = expected_plan_hash or expected
