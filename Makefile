@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 SPEC  ?= examples/llama-stdlib.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup services demo up down test quick check fix bench dashboards clean
+.PHONY: help setup services demo up down test soak quick check fix bench dashboards clean
 
 help:            ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 setup: $(STAMP)  ## virtual environment with pinned dependencies
 
-services:        ## Prometheus and PostgreSQL for the tests, from Debian's packages where that is allowed
+services:        ## Prometheus, PostgreSQL and Chromium for the tests, from Debian's packages where that is allowed
 	@scripts/services
 
 demo: setup      ## train the example end to end through the service and print what ran
@@ -36,6 +36,9 @@ down: setup      ## end what `make up` left running
 test: setup services  ## everything that a machine without a GPU can show (under 15 minutes)
 	$(MAKE) --no-print-directory check
 	$(BIN)/python -m pytest
+
+soak: setup      ## inject faults into a running service for about half an hour; FAULTS="--kills 5 --rounds 1" for less
+	$(BIN)/python -m tests.e2e.faults $(FAULTS)
 
 quick: setup     ## the fast part of the tests (under 2 minutes)
 	$(BIN)/python -m pytest -m 'not multiproc and not service'

@@ -18,6 +18,7 @@ from dmuon_runtime.matrices import join_blocks, matrix_blocks
 from dmuon_runtime.newton_schulz import NewtonSchulz
 from dmuon_runtime.outcome import StepOutcome, UpdateTotals
 from dmuon_runtime.pieces import Piece, collect_pieces
+from dmuon_runtime.progress import PROGRESS
 from dmuon_runtime.runtime import find_runtime
 from dmuon_runtime.schedule import Call
 from dmuon_runtime.spans import start_span
@@ -125,6 +126,7 @@ class Muon(torch.optim.Optimizer):
 
     def _step(self) -> None:
         runtime = self.runtime
+        PROGRESS.enter("reduce")
         runtime.watch.note_outside()
         present = runtime.schedule.meet(Call.STEP)
         pieces = [piece for piece in self.pieces if present[piece.index]]
@@ -142,9 +144,11 @@ class Muon(torch.optim.Optimizer):
         if not (on_host and outcome.skipped):
             gate = None if on_host or self.non_finite == "raise" else (flags.sum() == 0).to(torch.float32)
             runtime.schedule.wait_published()
+            PROGRESS.enter("newton_schulz")
             span = start_span(flags.device)
             outcome.updates_by_route = self._apply([*pieces, *(g for g in self.guests if g.has_gradient)], gate)
             span.finish()
+            PROGRESS.enter("publish")
             runtime.schedule.publish(present, wait=not self.replicate_async)
             runtime.counters.add_owner_compute(span, sum(piece.plan.num_matrices for piece in pieces))
         runtime.schedule.end_step()

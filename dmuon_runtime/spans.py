@@ -173,10 +173,11 @@ class DeviceSpan:
         return float(max(elapsed_ms, 0.0)) / 1e3
 
     def exposed_seconds(self) -> float:
-        """Return the time for which the waiting stream stood still."""
+        """Return the time for which the waiting stream stood still, never more than the span itself: a wait that began
+        while the work before was still running is that work's up to its end."""
         if self._wait is None:
             return 0.0
-        return float(self._wait[0].elapsed_time(self._wait[1])) / 1e3
+        return min(float(self._wait[0].elapsed_time(self._wait[1])) / 1e3, self.seconds() or 0.0)
 
 
 def start_span(device: torch.device) -> Span:

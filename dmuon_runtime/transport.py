@@ -20,6 +20,7 @@ from torch import Tensor
 from dmuon_runtime.counters import Counters, Key
 from dmuon_runtime.policy import Route
 from dmuon_runtime.process_groups import Axis, Grid
+from dmuon_runtime.progress import PROGRESS
 from dmuon_runtime.spans import DeviceSpan, Event, HostSpan, Span, Work
 
 __all__ = ["Handle", "Transport"]
@@ -32,15 +33,16 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class Handle:
     """One asynchronous collective: its buffers stay alive until it was waited for."""
 
-    def __init__(self, work: Work | None, span: Span, keep: tuple[Tensor, ...]) -> None:
-        self._work = work
+    def __init__(self, work: Work | None, span: Span, keep: tuple[Tensor, ...], what: str = "") -> None:
+        self._work, self._what = work, what
         self._span = span
         self._keep = keep
 
     def wait(self) -> None:
         """Block the host (CPU) or the current stream (CUDA) until it has ended; free to call again."""
         if self._work is not None:
-            self._span.wait(self._work)
+            with PROGRESS.waiting(self._what):
+                self._span.wait(self._work)
             self._work, self._keep = None, ()
 
     def wait_aside(self) -> None:
@@ -147,7 +149,8 @@ class Transport:
             return values
         tensor = torch.tensor(values, dtype=torch.int32)
         span = HostSpan()
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._control)
+        with PROGRESS.waiting(f"agreement (collective {PROGRESS.issued()})"):
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._control)
         span.finish()
         self.counters.add_collective(None, tensor.nbytes, span)
         return [int(value) for value in tensor.tolist()]
@@ -164,7 +167,8 @@ class Transport:
             return [text]
         texts: list[str | None] = [None] * self.world_size
         span = HostSpan()
-        dist.all_gather_object(texts, text, group=self._control)
+        with PROGRESS.waiting(f"exchange of texts (collective {PROGRESS.issued()})"):
+            dist.all_gather_object(texts, text, group=self._control)
         span.finish()
         self.counters.add_collective(None, sum(len(item or "") for item in texts), span)
         return [item or "" for item in texts]
@@ -185,4 +189,6 @@ class Transport:
         else:
             self._last_host[place] = span
         self.counters.add_collective(key, keep[0].nbytes, span)
-        return Handle(work, span, keep)
+        route, phase = key or ("control", lane)
+        what = f"{phase} of {route} on the {axis.name} axis (collective {PROGRESS.issued()}, {keep[0].nbytes} bytes)"
+        return Handle(work, span, keep, what)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from orchestrator import resources as r
 from orchestrator._client_admin import AdminCalls
 from orchestrator._client_kernels import KernelCalls
-from orchestrator._client_logs import LogCalls, StreamEnd
+from orchestrator._client_streams import StreamCalls, StreamEnd
 from orchestrator.errors import Problem, RequestRefused, ServiceUnreachable
 from worker.contract.plan import PlanReport
 
@@ -20,7 +20,7 @@ __all__ = ["Client", "StreamEnd"]
 M = TypeVar("M", bound=BaseModel)
 
 
-class Client(AdminCalls, KernelCalls, LogCalls):
+class Client(AdminCalls, KernelCalls, StreamCalls):
     """Speaks to one service. Every method raises :class:`RequestRefused` or :class:`ServiceUnreachable`."""
 
     def __init__(
@@ -74,15 +74,6 @@ class Client(AdminCalls, KernelCalls, LogCalls):
         """Continue a paused job."""
         return self._ask(r.JobResource, "POST", f"/v1/jobs/{job_id}:resume")
 
-    def events(self, job_id: str, *, after: int = 0) -> r.EventPage:
-        """Return the events that follow one."""
-        return self._ask(r.EventPage, "GET", f"/v1/jobs/{job_id}/events", params={"after": str(after)})
-
-    def stream(self, job_id: str, *, after: int = 0) -> Iterator[r.EventResource | StreamEnd]:
-        """Yield events as they come; the last item says why there are no more."""
-        for kind, data in self._stream(f"/v1/jobs/{job_id}/events", {"Last-Event-ID": str(after)}, {}):
-            yield StreamEnd.model_validate_json(data) if kind == "end" else r.EventResource.model_validate_json(data)
-
     def _stream(self, path: str, headers: Mapping[str, str], params: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         """Yield kind and data of server-sent events, up to the one that says that there are no more."""
         asked = {"Accept": "text/event-stream", **headers}
@@ -97,9 +88,9 @@ class Client(AdminCalls, KernelCalls, LogCalls):
         except httpx.HTTPError as error:
             raise ServiceUnreachable(f"{self._url}: {error}") from None
 
-    def metrics(self, job_id: str, *, after: int = 0, limit: int = 500) -> r.MetricsPage:
-        """Return steps of the last attempt that follow one."""
-        params = {"after": str(after), "limit": str(limit)}
+    def metrics(self, job_id: str, *, after: int = 0, limit: int = 500, attempt: int | None = None) -> r.MetricsPage:
+        """Return steps of an attempt (by default the last) that follow one."""
+        params = {"after": str(after), "limit": str(limit)} | ({} if attempt is None else {"attempt": str(attempt)})
         return self._ask(r.MetricsPage, "GET", f"/v1/jobs/{job_id}/metrics", params=params)
 
     def routes(self, job_id: str) -> r.RoutesResource:

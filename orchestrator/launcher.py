@@ -38,7 +38,7 @@ class RayLauncher:
         self._lock = threading.Lock()
         self._connected = False
         # Ray's own time limits do not cover everything that can hang, so each call runs in a thread that is waited for.
-        self._threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="ray-call")
+        self._threads = ThreadPoolExecutor(max_workers=32, thread_name_prefix="ray-call")
 
     def capacity(self) -> Capacity:
         """See :class:`~orchestrator.launcher_api.Launcher`."""

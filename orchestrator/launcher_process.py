@@ -5,15 +5,18 @@ Whatever happens to a process that is connected to the cluster then happens to t
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from orchestrator.call_process import CallProcess
 from orchestrator.errors import ChildFailed, LauncherUnavailable, ServiceError, StartFailed, SupervisorGone
 from orchestrator.launcher_api import AttemptRef, Capacity, Launcher
-from orchestrator.line_process import LineProcess
 from worker.contract.kernels import KernelPolicy
 from worker.contract.messages import AttemptStart, PollBatch, StopRequest
 
@@ -21,6 +24,7 @@ __all__ = ["EntryLauncher", "ProcessLauncher", "serve_calls"]
 
 _CALL_S, _START_S, _PLAN_S = 15.0, 75.0, 320.0
 """Time limits of this side; the child's own are shorter, and its answer says more than its end."""
+_MAX_CALLS = 16
 _ERRORS: dict[str, type[ServiceError]] = {
     kind.code: kind for kind in (LauncherUnavailable, StartFailed, SupervisorGone)
 }
@@ -59,8 +63,12 @@ class ProcessLauncher:
     """A launcher whose work is done in a child process; ``environment`` is added to the child's."""
 
     def __init__(self, address: str, environment: Mapping[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "orchestrator.launcher", address]
-        self._child = LineProcess(command, what="process that speaks to Ray", environment=environment, polite_s=2.0)
+        what = "process that speaks to Ray"
+        self._child = CallProcess(_command(address), what=what, environment=environment, polite_s=2.0)
+
+    def move(self, address: str) -> None:
+        """Speak to another cluster from now on; calls that are in progress fail as unavailable."""
+        self._child.use(_command(address))
 
     def capacity(self) -> Capacity:
         """See :class:`~orchestrator.launcher_api.Launcher`."""
@@ -111,17 +119,37 @@ class ProcessLauncher:
         return reply.result
 
 
+def _command(address: str) -> list[str]:
+    return [sys.executable, "-m", "orchestrator.launcher", address]
+
+
 def serve_calls(launcher: EntryLauncher, requests: IO[str], answers: IO[str]) -> None:
-    """Answer calls, one a line, until the input ends. Runs in the child."""
+    """Answer calls, one a line, until the input ends. Runs in the child.
+
+    Calls run beside each other: one whose supervisor hangs holds up no other.
+    """
+    lock = threading.Lock()
+
+    def answer(line: str) -> None:
+        number, _, text = line.partition(" ")
+        reply = _reply_to(launcher, text)
+        with lock, contextlib.suppress(OSError):  # the parent may be gone
+            answers.write(f"{number} {reply.model_dump_json()}\n")
+            answers.flush()
+
+    pool = ThreadPoolExecutor(_MAX_CALLS, thread_name_prefix="call")
     for line in requests:
-        try:
-            reply = _Reply(result=_dispatch(launcher, _Call.model_validate_json(line)))
-        except ServiceError as error:
-            reply = _Reply(error=error.code, detail=error.detail)
-        except Exception as error:  # the child must answer, or its parent takes it for hung
-            reply = _Reply(error=LauncherUnavailable.code, detail=f"{type(error).__name__}: {error}")
-        answers.write(reply.model_dump_json() + "\n")
-        answers.flush()
+        pool.submit(answer, line)
+    pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _reply_to(launcher: EntryLauncher, text: str) -> _Reply:
+    try:
+        return _Reply(result=_dispatch(launcher, _Call.model_validate_json(text)))
+    except ServiceError as error:
+        return _Reply(error=error.code, detail=error.detail)
+    except Exception as error:  # the child must answer, or its parent takes it for hung
+        return _Reply(error=LauncherUnavailable.code, detail=f"{type(error).__name__}: {error}")
 
 
 def _dispatch(launcher: EntryLauncher, call: _Call) -> str:

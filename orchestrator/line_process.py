@@ -56,6 +56,12 @@ class LineProcess:
                 raise ChildFailed(f"the {self._what} ended with code {code}; the server's log has its last words")
             return answer
 
+    def use(self, command: Sequence[str]) -> None:
+        """End the child; the next one is started by ``command``."""
+        with self._turn:
+            self._command = tuple(command)
+            self._end_child(polite_s=0.0)
+
     def close(self) -> None:
         """End the child; a request that is in progress fails."""
         self._closed = True
@@ -87,10 +93,22 @@ class LineProcess:
             )
         except OSError as error:
             raise ChildFailed(f"the {self._what} ({self._command[0]!r}) cannot be started: {error}") from None
-        self._child, self._answers = child, queue.SimpleQueue()
+        self._child = child
         assert child.stdout is not None
-        threading.Thread(target=_read_lines, args=(child.stdout, self._answers), daemon=True).start()
+        self._listen(child.stdout)
         return child
+
+    def _listen(self, stream: IO[str]) -> None:
+        """Begin to read what a new child answers."""
+        self._answers = queue.SimpleQueue()
+        threading.Thread(target=_read_lines, args=(stream, self._answers), daemon=True).start()
+
+    def _end_if(self, child: subprocess.Popen[str]) -> int | None:
+        """End ``child``, unless another one has taken its place; return its exit code."""
+        with self._turn:
+            if self._child is child:
+                return self._end_child(polite_s=0.0)
+        return child.poll()
 
     def _end_child(self, *, polite_s: float) -> int | None:
         child, self._child = self._child, None

@@ -18,10 +18,12 @@ from orchestrator.errors import RayProcessError
 from orchestrator.processes import ProcessRecord, end_processes, free_port, session_processes
 from orchestrator.settings import Settings, child_environment, ensure_secret, ray_auth_environment
 
-__all__ = ["live_ray", "start_ray", "stop_ray"]
+__all__ = ["is_whole", "live_ray", "start_ray", "stop_ray"]
 
 _START_S, _STOP_S = 60.0, 10.0
 _READY = "Ray runtime started"
+_DEATHS_ARE_SEEN_SOON = {"RAY_health_check_initial_delay_ms": "1000", "RAY_health_check_period_ms": "1000"}
+"""A node whose process is gone is told dead after five refused looks; one that is only slow has ten seconds a look."""
 _PARTS = frozenset({"gcs_server", "raylet"})
 
 
@@ -55,12 +57,18 @@ def start_ray(settings: Settings, *, num_cpus: int | None = None) -> ProcessReco
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=child_environment(ray_auth_environment(settings.ray_token_file)),
+            env=child_environment({**_DEATHS_ARE_SEEN_SOON, **ray_auth_environment(settings.ray_token_file)}),
         )
     record = ProcessRecord.of(child.pid, f"127.0.0.1:{port}", temp_dir)
     record.save(_record_path(settings))
     _wait_until_ready(settings, child, log)
     return record
+
+
+def is_whole(settings: Settings) -> bool:
+    """Tell whether the Ray of this state directory lives with all that a job needs of it."""
+    record = live_ray(settings)
+    return record is not None and _whole(record)
 
 
 def _whole(record: ProcessRecord) -> bool:

@@ -54,6 +54,8 @@ class Progress(Resource):
     """How far a job is, by its last reports."""
 
     step: int = 0
+    first_step: int = 0
+    """Step after which the last attempt began."""
     steps: int
     """Steps that the job is to do."""
     skipped_steps: int = 0

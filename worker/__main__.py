@@ -38,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"cannot read {options.spec}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted from the keyboard", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:

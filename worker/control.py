@@ -18,6 +18,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
+from dmuon_runtime.progress import PROGRESS
 from worker.contract.kernels import Algorithm, CoefficientSet, Kernel, KernelPolicy, KernelTarget, SwapOrder
 
 __all__ = ["Agreement", "Directive", "Mailbox"]
@@ -134,7 +135,8 @@ class Agreement:
             last: True when no step follows; nothing is announced then.
         """
         if self._work is not None:
-            self._work.wait()
+            with PROGRESS.waiting("agreement on what holds for this step"):
+                self._work.wait()
         directive = Directive.decode(self._buffer)
         self._work = None
         if not (last or directive.stop):

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -92,7 +92,8 @@ class _Gang:
             ours, theirs = context.Pipe()
             arguments = (self.spec.model_dump_json(), rank, address, theirs, save, plan_hash)
             process = context.Process(target=_rank_main, args=arguments, name=f"rank-{rank}", daemon=True)
-            process.start()
+            with _deaf_to_the_keyboard():
+                process.start()
             theirs.close()
             self.processes[rank], self.pipes[rank] = process, ours
 
@@ -139,6 +140,19 @@ class _Gang:
                 process.join()
 
 
+@contextlib.contextmanager
+def _deaf_to_the_keyboard() -> Iterator[None]:
+    """Let what is started in here ignore Ctrl-C from its first moment: the parent decides, and imports take long."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _preloaded(spec: JobSpec) -> list[str]:
     """Modules for a server of forks; what cannot be imported is left to the rank, which tells the error."""
     kind = spec.model.type
@@ -177,7 +191,7 @@ def _train(
     save: Path | None,
     plan_hash: str | None,
 ) -> RankEnd:
-    phase = "joining"
+    phase, seat = "joining", None
     try:
         from worker import train
         from worker.control import Mailbox
@@ -200,7 +214,8 @@ def _train(
     except Exception as error:  # whatever it is, the parent must hear of it
         value = ErrorValue.from_exception(error, rank=rank)
         with contextlib.suppress(OSError):
-            send(RankError(at=time.time(), error=value))
+            if seat is None or seat.told is not error:
+                send(RankError(at=time.time(), error=value))
         return RankEnd(rank=rank, kind=EndKind.FAILED, at=time.time(), set_up=phase == "done", error=value)
 
 

@@ -46,7 +46,7 @@ _ECHOES = (
     "failed to recv", "recvvalue failed", "sendbytes failed",
 )  # fmt: skip
 """Texts of errors that a rank gets because another one is gone."""
-_ECHO_TYPES = frozenset({"DistBackendError", "DistNetworkError"})
+_ECHO_TYPES = frozenset({"DistBackendError", "DistNetworkError", "PeerFailed"})
 _REASON_OF_TYPE = {"NonFiniteGradient": Reason.NON_FINITE}
 """A refusal of the plan is not among them: an attempt has a plan, so what is refused on its ranks is their set-up."""
 

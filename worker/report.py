@@ -18,6 +18,7 @@ from worker.contract.messages import (
     CommTotals,
     Milestone,
     NsTotals,
+    RankError,
     RankReport,
     RouteStats,
 )
@@ -28,7 +29,7 @@ from worker.planner import traffic_factor
 
 __all__ = ["Reporter", "Sink", "StepFacts", "differences"]
 
-Sink = Callable[[RankReport | Milestone], None]
+Sink = Callable[[RankReport | Milestone | RankError], None]
 """Takes a message at once; it never waits for anyone."""
 
 
@@ -107,9 +108,9 @@ class Reporter:
     def _compared(self) -> dict[Kernel, int]:
         found: dict[Kernel, int] = {}
         for key, number in ledger.LEDGER.compared().items():
-            kernel, more = Kernel(key[0]), number - self._compared_start.get(key, 0)
+            more = number - self._compared_start.get(key, 0)
             if more:
-                found[kernel] = found.get(kernel, 0) + more
+                found[Kernel(key[0])] = found.get(Kernel(key[0]), 0) + more
         return found
 
     def matrices(self) -> int:

@@ -52,6 +52,12 @@ class Rank:
     """Where checkpoints go when the spec names no place; None keeps none."""
     attempt: int = 1
     """Attempts after the first continue from what the job itself has saved, if there is something."""
+    step: int = 0
+    """Step in progress, counted from 1."""
+    steps_done: int = 0
+    """Steps that this attempt has done."""
+    told: Exception | None = None
+    """An error that the sink was told before it was raised further."""
 
 
 def tell(

@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import StrEnum
@@ -19,12 +21,14 @@ from torch.nn import functional
 import dmuon_runtime as dmuon
 from dmuon_runtime import ledger
 from dmuon_runtime.newton_schulz import Choices
+from dmuon_runtime.progress import PROGRESS
 from worker.baseline_plan import BaselinePlan
 from worker.batches import micro_batches, num_micro_batches
 from worker.checkpointing import RunCheckpoints, kernel_record, open_checkpoints
 from worker.checkpoints.exchange import Exchange
 from worker.checkpoints.manifest import KernelRecord
-from worker.contract.messages import NsTotals
+from worker.contract.errors import ErrorValue
+from worker.contract.messages import NsTotals, RankError
 from worker.contract.spec import DmuonOptimizer
 from worker.control import Agreement, Directive
 from worker.corpus import Corpus, load_corpus
@@ -70,6 +74,7 @@ def train(rank: Rank) -> Outcome:
             rank.store, rank.rank, rank.spec.world_size, rank.device,
             join_timeout_s=rank.settings.join_timeout_s, timeout_s=rank.settings.collective_timeout_s,
         )  # fmt: skip
+        PROGRESS.enter("set_up")
         rank.phase = Phase.BUILDING
         tell(rank, "group_formed", f"{rank.spec.world_size} ranks joined", rank_zero_only=True)
         loop = _build(rank)
@@ -148,11 +153,13 @@ def _prepare(rank: Rank, calls: NsCalls, switch: KernelSwitch) -> None:
     """
     if rank.device.type == "cpu" or not rank.settings.prepare_kernels:
         return
+    PROGRESS.enter("compile")
     if rank.rank == 0:
         choices = switch.measure(calls, lambda message: _log.info("Newton-Schulz: %s", message))
         rank.store.set(_CHOICES, json.dumps(choices.to_json()))
     rank.store.wait([_CHOICES], timedelta(seconds=rank.settings.collective_timeout_s))
     switch.prepare(calls, rank.rank, Choices.from_json(json.loads(rank.store.get(_CHOICES))))
+    PROGRESS.enter("set_up")
 
 
 def _save(driver: Driver, rank: Rank) -> None:
@@ -191,12 +198,17 @@ class _Loop:
         for step in range(first, num_steps):
             directive = self.agreement.next(last=step + 1 == num_steps)
             if directive.stop:
+                PROGRESS.enter("checkpoint")
                 self.checkpoints.before_stop(step, self.ns, self._kernels())
                 tell(self.rank, "stopping", f"stopped after step {step}", rank_zero_only=True, step=step)
                 return Outcome.STOPPED
             self._apply(directive, step)
+            self.rank.step = step + 1
             self._step(step)
+            self.rank.steps_done += 1
+            PROGRESS.enter("checkpoint")
             self.checkpoints.after_step(step + 1, self.ns, self._kernels())
+            PROGRESS.enter("publish")
         return Outcome.COMPLETED
 
     def _apply(self, directive: Directive, step: int) -> None:
@@ -217,16 +229,16 @@ class _Loop:
         self._set_rates(step)
         seed_step(spec.training.seed, step, self.rank.rank)
         before = ledger.snapshot()
-        loss = self._accumulate(step)
+        with self._together():
+            loss = self._accumulate(step)
+        PROGRESS.enter("reduce")
         loss_work = dist.all_reduce(loss, async_op=True)
         clip = spec.training.clip_grad_norm
         norm = None if clip is None else self.driver.clip(clip)
-        if self.switch is not None:
-            self.switch.newton_schulz.sample_next = step % self.rank.settings.orthogonality_every_steps == 0
-        self.driver.optimizer.step()
-        self.driver.optimizer.zero_grad()
+        self._update(step)
         assert loss_work is not None, "this rank is in the group"
-        loss_work.wait()
+        with PROGRESS.waiting("all-reduce of the loss"):
+            loss_work.wait()
         facts = StepFacts(
             step=step + 1,
             loss=float(loss) / spec.world_size,
@@ -251,6 +263,28 @@ class _Loop:
             message = "; ".join(found) or "the first step did exactly what the plan says"
             tell(self.rank, "routes_verified", message, rank_zero_only=not found, ok=not found)
 
+    def _update(self, step: int) -> None:
+        if self.switch is not None:
+            self.switch.newton_schulz.sample_next = step % self.rank.settings.orthogonality_every_steps == 0
+        PROGRESS.enter("newton_schulz")
+        self.driver.optimizer.step()
+        PROGRESS.enter("publish")
+        self.driver.optimizer.zero_grad()
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """An error in here is told at once, and then ends the other ranks too, which would wait for this one."""
+        together = dmuon.fail_together(self.driver.model) if isinstance(self.driver, DmuonDriver) else nullcontext()
+        with together:
+            try:
+                yield
+            except dmuon.PeerFailed:
+                raise
+            except Exception as error:
+                self.rank.told = error
+                self.rank.sink(RankError(at=time.time(), error=ErrorValue.from_exception(error, rank=self.rank.rank)))
+                raise
+
     def _set_rates(self, step: int) -> None:
         training = self.rank.spec.training
         ratio = lr_ratio(training.schedule, training.steps, step)
@@ -271,7 +305,9 @@ class _Loop:
         return total
 
     def _backward(self, inputs: Tensor, targets: Tensor, num_micro: int) -> Tensor:
+        PROGRESS.enter("forward")
         logits = self.driver.forward(inputs)
+        PROGRESS.enter("backward")
         loss = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) / num_micro
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach().double()

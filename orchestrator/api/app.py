@@ -19,7 +19,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.types import ExceptionHandler
 
-from orchestrator.api import admin, inspect, jobs, kernels, measures, plans, streams, swaps, system
+from orchestrator.api import admin, inspect, jobs, kernels, live, measures, plans, streams, swaps, system
 from orchestrator.api.auth import Authenticator
 from orchestrator.api.document import PROBLEM_ANSWERS, document_of
 from orchestrator.api.following import look_at_topics
@@ -81,7 +81,7 @@ def create_app(
     )
     app.openapi = partial(document_of, app)  # type: ignore[method-assign]
     app.state.service = service
-    for module in (admin, inspect, jobs, plans, streams, measures, kernels, swaps, system):
+    for module in (admin, inspect, jobs, plans, streams, measures, kernels, swaps, system, live):
         app.include_router(module.router)
     for kind, handler in _HANDLERS.items():
         app.add_exception_handler(kind, handler)

@@ -144,6 +144,7 @@ def _progress(spec: JobSpec, totals: Mapping[int, RankReport]) -> r.Progress:
     seconds = lead.step_seconds_sum
     return r.Progress(
         step=min(report.step for report in totals.values()),
+        first_step=lead.first_step,
         steps=steps,
         skipped_steps=lead.skipped_total,
         loss=lead.loss,

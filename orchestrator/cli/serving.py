@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from orchestrator.api.app import create_app
 from orchestrator.cli._console import console, server_record_path
@@ -13,9 +13,10 @@ from orchestrator.errors import SettingsInvalid
 from orchestrator.launcher_process import ProcessLauncher
 from orchestrator.planner import EntryPlanner, Planner, ProcessPlanner
 from orchestrator.processes import ProcessRecord, end_processes, helpers_of
+from orchestrator.ray_keeper import RayKeeper
 from orchestrator.ray_process import start_ray, stop_ray
 from orchestrator.server import serve
-from orchestrator.settings import Settings, ray_auth_environment
+from orchestrator.settings import Settings, ensure_secret, ray_auth_environment
 
 __all__ = ["down", "up"]
 
@@ -35,13 +36,22 @@ def up(settings: Settings, *, num_cpus: int | None) -> None:
     if address is None:
         address = start_ray(settings, num_cpus=num_cpus).address
         environment = ray_auth_environment(settings.ray_token_file)
-    app = create_app(settings, ProcessLauncher(address, environment), _planner(settings, address, environment))
+    launcher = ProcessLauncher(address, environment)
+    planner, moved = _planner(settings, address, environment)
+    keeper = RayKeeper(settings, num_cpus=num_cpus, moved=(launcher.move, *moved))
+    app = create_app(settings, launcher, planner)
     url = f"http://{settings.host}:{settings.port}"
     ProcessRecord.of(os.getpid(), url).save(record_path)
     console.print(f"service {url}  Ray {address}  state {settings.state_dir}", markup=False)
+    console.print(
+        f"live page {_page_address(settings, url, to_person=console.is_terminal)}", markup=False, soft_wrap=True
+    )
+    if settings.ray_address is None:
+        keeper.start()
     try:
         serve(app, settings.host, settings.port)
     finally:
+        keeper.stop()
         record_path.unlink(missing_ok=True)
     if settings.ray_address is None:
         console.print("The server has ended; Ray and its jobs run on. 'dmuonctl up' finds them, 'down' ends them.")
@@ -64,6 +74,13 @@ def _make_state_dir(settings: Settings) -> None:
         ) from None
 
 
+def _page_address(settings: Settings, url: str, *, to_person: bool) -> str:
+    """Return where the live page is; for a person, not for a log, with the token in the fragment, which is not sent."""
+    if not settings.auth or not to_person:
+        return f"{url}/"
+    return f"{url}/#token={ensure_secret(settings.token_file)}"
+
+
 def _check_port(settings: Settings) -> None:
     """See that the port is free before anything is started.
 
@@ -81,11 +98,14 @@ def _check_port(settings: Settings) -> None:
             ) from None
 
 
-def _planner(settings: Settings, address: str, environment: Mapping[str, str]) -> Planner:
+def _planner(
+    settings: Settings, address: str, environment: Mapping[str, str]
+) -> tuple[Planner, tuple[Callable[[str], None], ...]]:
+    """Return the planner, and what is to be told when Ray's address changes."""
     if settings.planner == "ray":
         own = ProcessLauncher(address, environment)  # planning is slow: it must not hold up the reconciler's calls
-        return EntryPlanner(own.run_entry, own.close)
-    return ProcessPlanner(timeout_s=settings.plan_timeout_s)
+        return EntryPlanner(own.run_entry, own.close), (own.move,)
+    return ProcessPlanner(timeout_s=settings.plan_timeout_s), ()
 
 
 def down(settings: Settings) -> list[int]:

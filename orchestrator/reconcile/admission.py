@@ -16,7 +16,7 @@ from orchestrator.launcher_api import Resources
 from orchestrator.quota import Quota, Usage
 from orchestrator.reconcile.context import Context
 from orchestrator.reconcile.decide import demand_of
-from orchestrator.reconcile.queueing import Admission, Waiting, decide_admissions
+from orchestrator.reconcile.queueing import Admission, Waiting, WaitReason, decide_admissions
 from orchestrator.store.attempts import last_attempts, new_attempt
 from orchestrator.store.jobs import conditions_of_type, jobs_in
 from orchestrator.store.kernels import breaker_rows, policy_for
@@ -82,7 +82,22 @@ def admit_queued(context: Context) -> int:
     decisions = decide_admissions(
         waiting, capacity, queue.reserved, quotas=queue.quotas, used=queue.used, making_room=queue.making_room
     )
-    return _write(context, queue, decisions)
+    return _write(context, queue, _spared(context, decisions))
+
+
+def _spared(context: Context, decisions: Sequence[Admission]) -> list[Admission]:
+    """Let a job that had room once wait for it to come back: what a lost node leaves is not all that there will be."""
+    refused = [decision.job_id for decision in decisions if decision.errors]
+    if not refused:
+        return list(decisions)
+    with context.database.read() as session:
+        ran_before = last_attempts(session, refused).keys()
+    return [_waits(decision) if decision.job_id in ran_before else decision for decision in decisions]
+
+
+def _waits(refused: Admission) -> Admission:
+    text = "; ".join(error.message for error in refused.errors)
+    return Admission(job_id=refused.job_id, reason=WaitReason.CAPACITY, message=text)
 
 
 def usage_by_project(session: Session) -> dict[str, Usage]:

@@ -8,6 +8,8 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 
 from orchestrator.clock import Clock
@@ -15,6 +17,7 @@ from orchestrator.errors import LauncherUnavailable, LeaseLost
 from orchestrator.launcher_api import Capacity, Launcher
 from orchestrator.logs import LogStore
 from orchestrator.planner import Planner
+from orchestrator.reconcile._drivers import Drivers
 from orchestrator.reconcile.admission import admit_queued
 from orchestrator.reconcile.attempts import drive_attempt
 from orchestrator.reconcile.context import Context
@@ -37,6 +40,7 @@ _SWEEP_S = 3600.0
 _PRUNED_AT_ONCE = 20
 _REST = 2.0
 """Pause after a pass, in terms of the CPU time that it took."""
+_DRIVERS = 8
 _CAPACITY_S = 10.0
 """How often the cluster's capacity is looked at for those who watch; admission asks for itself."""
 
@@ -53,6 +57,7 @@ class Reconciler:
         *,
         interval_s: float = 0.25,
         lease_s: float = 5.0,
+        patience_s: float = 1.0,
         changed: Callable[[], None] = lambda: None,
         timed: Callable[[float], None] = lambda _seconds: None,
         checkpoints: Path | None = None,
@@ -76,9 +81,10 @@ class Reconciler:
         self._stop = threading.Event()
         self._wake = (threading.Event(), threading.Event())
         self._threads: list[threading.Thread] = []
-        self._next_sweep = 0.0
-        self._next_look = -math.inf
-        self._renew_at = -math.inf
+        self._drivers = Drivers(_DRIVERS)
+        self._driven: dict[str, Future[None]] = {}
+        self._patience_s = patience_s
+        self._next_sweep, self._next_look, self._renew_at = 0.0, -math.inf, -math.inf
         self.last_pass_at: float | None = None
         """Wall clock at the end of the last pass; None before the first."""
         self.capacity: Capacity | None = None
@@ -103,6 +109,7 @@ class Reconciler:
         self.wake()
         for thread in self._threads:
             thread.join(timeout_s / len(self._threads))
+        self._drivers.stop()
         with self.context.database.write() as session:
             release(session, LEASE, self.context.holder)
 
@@ -115,21 +122,27 @@ class Reconciler:
         queue_restarts(self.context)
         preempt_for_priority(self.context)
         admit_queued(self.context)
-        with self.context.database.read() as session:
-            jobs = jobs_in(session, JobState.STARTING, JobState.RUNNING, JobState.STOPPING)
-        for job in jobs:
-            if self._stop.is_set() or not self._has_lease():
-                return
-            try:
-                drive_attempt(self.context, job.id)
-            except LeaseLost:
-                raise
-            except Exception:
-                _log.exception("job %s could not be driven; the next pass tries again", job.id)
+        self._drive_all()
         self._look_at_capacity()
         self._sweep()
         self.last_pass_at = self.context.clock()
         self._timed(time.perf_counter() - began)
+
+    def _drive_all(self) -> None:
+        """Drive every attempt beside the others; one whose supervisor hangs is left to its own next time."""
+        with self.context.database.read() as session:
+            jobs = jobs_in(session, JobState.STARTING, JobState.RUNNING, JobState.STOPPING)
+        for job in jobs:
+            if job.id not in self._driven:
+                self._driven[job.id] = self._drivers.submit(partial(drive_attempt, self.context, job.id))
+        wait(self._driven.values(), timeout=self._patience_s)
+        for job_id, future in [(key, one) for key, one in self._driven.items() if one.done()]:
+            del self._driven[job_id]
+            error = None if future.cancelled() else future.exception()
+            if isinstance(error, LeaseLost):
+                raise error
+            if error is not None:
+                _log.error("job %s could not be driven; the next pass tries again", job_id, exc_info=error)
 
     def plan_once(self) -> None:
         """Plan what was submitted."""

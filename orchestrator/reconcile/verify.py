@@ -66,8 +66,10 @@ def decide_routes_verified(plan: PlanReport, reports: Sequence[RankReport]) -> R
         for route, phase in sorted(counted.keys() | planned.keys())
         if counted[route, phase] != planned[route, phase]
     ]
-    if matrices != planned_matrices:
-        differences.insert(0, f"{matrices} matrices orthogonalised, {planned_matrices} planned")
+    offenders = _ranks_with_other_matrices(plan, reports, done - skipped)
+    if matrices != planned_matrices or offenders:
+        text = f"{matrices} matrices orthogonalised, {planned_matrices} planned"
+        differences.insert(0, f"{text} ({', '.join(offenders)})" if offenders else text)
     if len({report.first_step for report in reports}) > 1:
         differences.insert(0, "the ranks do not agree on the step at which the attempt began")
     if len({report.skipped_total for report in reports}) > 1:
@@ -81,6 +83,17 @@ def decide_routes_verified(plan: PlanReport, reports: Sequence[RankReport]) -> R
         planned_bytes=planned.total(),
         differences=tuple(differences),
     )
+
+
+def _ranks_with_other_matrices(plan: PlanReport, reports: Sequence[RankReport], steps: int) -> list[str]:
+    """Return the ranks that did more or less of their own than planned: in sums alone two errors could cancel."""
+    planned = {rank.rank: rank.matrices * steps for rank in plan.ranks}
+    counted = {report.rank: sum(total.matrices for total in report.ns) for report in reports}
+    return [
+        f"rank {rank} {counted[rank]} instead of {planned[rank]}"
+        for rank in sorted(counted.keys() & planned.keys())
+        if counted[rank] != planned[rank]
+    ]
 
 
 def _counted_bytes(reports: Sequence[RankReport]) -> Counter[tuple[str, str]]:

@@ -92,6 +92,14 @@ def test_verification_names_each_difference() -> None:
     verdict = decide_routes_verified(plan, [make_report(0, 1, matrices=MATRICES + 1), make_report(1, 1)])
     assert verdict is not None and not verdict.verified
     assert verdict.differences == (
-        f"{MATRICES + 1} matrices orthogonalised, {MATRICES} planned",
+        f"{MATRICES + 1} matrices orthogonalised, {MATRICES} planned (rank 0 {MATRICES + 1} instead of {MATRICES})",
         f"muon/reduce: {2 * REDUCE} bytes counted, 0 planned",
     )
+
+
+def test_verification_sees_errors_of_two_ranks_that_cancel() -> None:
+    spare = make_report(0, 1, matrices=1).ns
+    reports = [make_report(0, 1, matrices=MATRICES - 1), make_report(1, 1).model_copy(update={"ns": spare})]
+    verdict = decide_routes_verified(PLAN, reports)
+    assert verdict is not None and verdict.matrices == verdict.planned_matrices
+    assert f"rank 0 {MATRICES - 1} instead of {MATRICES}, rank 1 1 instead of 0" in verdict.differences[0]

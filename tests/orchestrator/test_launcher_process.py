@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
 
+from orchestrator.call_process import CallProcess
 from orchestrator.errors import LauncherUnavailable, StartFailed, SupervisorGone
 from orchestrator.launcher_api import AttemptRef, Capacity, Resources
 from orchestrator.launcher_process import ProcessLauncher
-from orchestrator.line_process import LineProcess
 from tests.orchestrator.fakes import make_report, make_spec
 from worker.contract.kernels import Kernel, KernelPolicy
 from worker.contract.messages import AttemptStart, StopRequest
 from worker.contract.states import Reason
 
 SCRIPT = """
-import os, sys
+import os, sys, time
 from orchestrator.errors import StartFailed
 from orchestrator.launcher_process import serve_calls
 from tests.orchestrator.fakes import FakeLauncher, make_report
@@ -30,6 +31,8 @@ class Launcher(FakeLauncher):
             raise KeyError("odd")
         if start.job_id == "die":
             os._exit(9)
+        if start.job_id == "slow":
+            time.sleep(30)
         super().start_attempt(start)
         self.attempts[start.job_id, start.attempt].push(make_report(0, 1, loss=float("nan")))
 
@@ -49,7 +52,7 @@ serve_calls(Launcher(cpus=8), sys.stdin, sys.stdout)
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessLauncher]:
     found = ProcessLauncher("nowhere")
-    monkeypatch.setattr(found, "_child", LineProcess([sys.executable, "-c", SCRIPT], what="test"))
+    monkeypatch.setattr(found, "_child", CallProcess([sys.executable, "-c", SCRIPT], what="test"))
     yield found
     found.close()
 
@@ -86,3 +89,35 @@ def test_a_child_that_dies_says_nothing_about_the_attempt(launcher: ProcessLaunc
     with pytest.raises(LauncherUnavailable, match="code 9"):
         launcher.start_attempt(start("die"))
     assert launcher.capacity().nodes  # by a new child
+
+
+def test_a_call_that_hangs_holds_up_no_other(launcher: ProcessLauncher) -> None:
+    """Answers come in any order; when the child dies, everybody who waits for it hears of that."""
+    found: list[str] = []
+
+    def hang() -> None:
+        try:
+            launcher.start_attempt(start("slow"))
+        except LauncherUnavailable as error:
+            found.append(error.detail)
+
+    launcher.capacity()  # the child is up
+    threads = [threading.Thread(target=hang) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(20):
+        launcher.capacity()
+    assert not found and all(thread.is_alive() for thread in threads)
+    with pytest.raises(LauncherUnavailable, match="code 9"):
+        launcher.start_attempt(start("die"))
+    for thread in threads:
+        thread.join(10)
+    assert len(found) == 3 and launcher.capacity().nodes
+
+
+def test_moved_to_another_cluster(launcher: ProcessLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launcher.capacity() == Capacity((Resources(8),), Resources(8))
+    other = [sys.executable, "-c", SCRIPT.replace("cpus=8", "cpus=3")]
+    monkeypatch.setattr("orchestrator.launcher_process._command", lambda address: other if address == "b" else [])
+    launcher.move("b")
+    assert launcher.capacity() == Capacity((Resources(3),), Resources(3))

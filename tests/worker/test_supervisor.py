@@ -45,7 +45,14 @@ def cluster() -> Iterator[None]:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def spec(world_size: int = 2, cpus: float = 0.5, steps: int = 8, fault: str = "", **failure: float) -> JobSpec:
+def spec(
+    world_size: int = 2,
+    cpus: float = 0.5,
+    steps: int = 8,
+    fault: str = "",
+    watchdog: dict[str, float] | None = None,
+    **failure: float,
+) -> JobSpec:
     return validate_spec(
         {
             "api_version": "v1",
@@ -57,6 +64,7 @@ def spec(world_size: int = 2, cpus: float = 0.5, steps: int = 8, fault: str = ""
             "training": {"steps": steps, "global_batch": 12},
             "resources": {"cpus_per_worker": cpus},
             "failure": failure,
+            "watchdog": watchdog or {},
         }
     )
 
@@ -161,6 +169,23 @@ def test_a_process_that_vanishes_is_a_lost_worker() -> None:
     end = attempt.end()
     assert end.reason == Reason.WORKER_LOST and "rank 1 is gone" in end.message
     assert time.monotonic() - begin < 6
+
+
+@pytest.mark.parametrize(("fault", "stack"), [("hang", "_misbehave"), ("stop", "stopped by a signal")])
+def test_a_rank_that_hangs_is_named_with_all_stacks_and_ends_the_attempt(fault: str, stack: str) -> None:
+    attempt = Driven(spec(fault=fault, watchdog={"silent_s": 3.0, "forward_s": 2.0, "compile_s": 2.0}), fault)
+    attempt.until("2 epoch")
+    begin = time.monotonic()
+    end = attempt.end()
+    assert time.monotonic() - begin < 15, "detected within the deadline and 5 s, ended within 10 s more"
+    assert end.reason == Reason.STALLED
+    (stalled,) = [note for note in attempt.milestones() if note.name == "stalled"]
+    assert stalled.message == end.message and stalled.data["ranks"] == "1"
+    collective = stalled.data["collective"]  # a barrier of two may let one of them go when the other stops in it
+    assert collective in ("the barrier", "agreement on what holds for this step")
+    assert f"rank 0 waits for {collective}" in stalled.message
+    stacks = {note.rank: str(note.data["stacks"]) for note in attempt.milestones() if note.name == "stacks"}
+    assert stack in stacks[1] and "barrier" in stacks[0], stacks
 
 
 def test_cancel_stops_all_ranks_after_the_same_step() -> None:

@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from worker.actors._verify import survivors
 
-__all__ = ["describe_cluster", "kill_and_verify", "remove_group"]
+__all__ = ["dead_nodes", "describe_cluster", "kill_and_verify", "remove_group"]
 
 _SIGKILL_AFTER_S = 3.0
 _GIVE_UP_AFTER_S = 15.0
@@ -29,6 +29,16 @@ def describe_cluster() -> str:
         parts.append(f"its largest node {_show(largest['Resources'])}")
     parts.append(f"free now: {_show(ray.available_resources())}")
     return ", ".join(parts)
+
+
+def dead_nodes(where: list[dict[str, str | int]]) -> str:
+    """Name the nodes of ranks that Ray holds for dead, with those ranks; empty when there are none."""
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    ranks: defaultdict[str, list[str]] = defaultdict(list)
+    for rank, place in enumerate(where):
+        if place["node_id"] not in alive:
+            ranks[f"{place['node_id']} ({place['host']})"].append(str(rank))
+    return "; ".join(f"node {node} of rank {', '.join(which)} is gone" for node, which in ranks.items())
 
 
 def _show(resources: dict[str, float]) -> str:

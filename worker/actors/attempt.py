@@ -12,8 +12,10 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group
 
-from worker.actors._cleanup import describe_cluster, kill_and_verify, remove_group
+from worker.actors._cleanup import dead_nodes, describe_cluster, kill_and_verify, remove_group
 from worker.actors.rank import RankActor
+from worker.actors.watch import Watch, stacks_of
+from worker.contract.actors import NAMESPACE, rank_name
 from worker.contract.errors import ErrorValue
 from worker.contract.kernels import KernelPolicy
 from worker.contract.messages import (
@@ -28,11 +30,20 @@ from worker.contract.spec import JobSpec
 from worker.contract.states import Reason
 from worker.outbox import Outbox
 from worker.outcome import EndKind, RankEnd, decide_end
+from worker.watchdog import Stall
 
 __all__ = ["Attempt"]
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.2
+_LOST_SIGNS = (
+    "unexpectedly exits with a connection error",
+    "NODE_DIED",
+    "node was terminated",
+    "node died",
+    "OutOfMemory",
+)
+"""What Ray writes of an actor that did not leave by itself."""
 _GRACE_S = 1.5
 """After the first failure: time for the other ranks to tell their own, before they are killed."""
 
@@ -64,6 +75,8 @@ class Attempt:
         self._prepared = False
         self._formed = False
         self._ends: dict[int, RankEnd] = {}
+        self._failing: dict[int, RankEnd] = {}
+        """Ranks that have told an error and not ended yet: they may wait for others before they can."""
 
     @property
     def alive_ranks(self) -> int:
@@ -87,6 +100,10 @@ class Attempt:
         """Look at what a rank tells on its way to the outbox."""
         if body.kind == "milestone" and body.name == "group_formed":
             self._formed = True
+        if body.kind == "rank_error" and body.error.rank is not None:
+            self._failing[body.error.rank] = RankEnd(
+                rank=body.error.rank, kind=EndKind.FAILED, at=body.at, set_up=self._formed, error=body.error
+            )
 
     def run(self) -> None:
         """Do everything; the last entry of the outbox is the end."""
@@ -95,20 +112,22 @@ class Attempt:
             self._start_workers()
             address = self._prepare()
             self._watch(address)
-            reason, message = decide_end(list(self._ends.values()), self._spec.world_size, self._stop)
+            ends = {**self._failing, **self._ends}
+            reason, message = decide_end(list(ends.values()), self._spec.world_size, self._stop)
         except _Ended as ended:
             reason, message = ended.reason, ended.message
         except Exception as error:  # our own bug: the attempt must still end, and say so
             _log.exception("attempt %s of job %s failed", self.start.attempt, self.start.job_id)
             reason, message = Reason.INTERNAL, str(ErrorValue.from_exception(error))
         problems = self._clear_away()
+        if reason is Reason.WORKER_LOST and (nodes := dead_nodes(self._where)):
+            reason, message = Reason.NODE_LOST, f"{nodes}; {message}"
         text = "; ".join([message, *problems])
         self._outbox.append(AttemptEnd(at=time.time(), reason=reason, message=text))
 
-    def _tell(self, name: str, message: str, **data: str | int) -> None:
-        self._outbox.append(
-            Milestone.model_validate({"name": name, "at": time.time(), "message": message, "data": data})
-        )
+    def _tell(self, name: str, message: str, rank: int | None = None, **data: str | int) -> None:
+        fields = {"name": name, "at": time.time(), "message": message, "rank": rank, "data": data}
+        self._outbox.append(Milestone.model_validate(fields))
 
     def _bundle(self) -> dict[str, float]:
         resources = self._spec.resources
@@ -143,7 +162,9 @@ class Attempt:
                     placement_group=self._group, placement_group_bundle_index=rank
                 ),
                 max_restarts=0,
-                max_concurrency=4,
+                max_concurrency=6,
+                name=rank_name(self.start.job_id, self.start.attempt, rank),
+                namespace=NAMESPACE,
             )
             self._actors.append(options.remote(attempt_json, rank))
         self._where = self._set_up(lambda actor, rank: actor.hello.remote(), "starting the workers")
@@ -172,6 +193,8 @@ class Attempt:
             message = f"{what} was not done within {deadline_s:g} s (/failure/start_deadline_s)"
         except RayError as error:
             message = f"{what} failed: {str(error).strip()}"
+            if any(sign in message for sign in _LOST_SIGNS):
+                raise _Ended(Reason.WORKER_LOST, message) from None
         raise _Ended(Reason.SETUP_FAILED, message)
 
     def _await(self, refs: list[Any], deadline_s: float, what: str) -> list[Any]:
@@ -191,6 +214,7 @@ class Attempt:
         """Run all ranks, and return when they have ended or have had the time to."""
         pending = {actor.run.remote(address, self._supervisor): rank for rank, actor in enumerate(self._actors)}
         form_by = time.monotonic() + self._spec.failure.start_deadline_s
+        watch = Watch(self._actors, self._spec.watchdog)
         give_up = float("inf")
         told = False
         while pending and time.monotonic() < give_up:
@@ -198,16 +222,32 @@ class Attempt:
             for ref in ready:
                 end = self._collect(pending.pop(ref), ref)
                 self._ends[end.rank] = end
-                if end.kind in (EndKind.FAILED, EndKind.LOST):
-                    give_up = min(give_up, time.monotonic() + _GRACE_S)
+            if self._failing or any(end.kind in (EndKind.FAILED, EndKind.LOST) for end in self._ends.values()):
+                give_up = min(give_up, time.monotonic() + _GRACE_S)
             if self._stop is not None and not told:
                 told = True
                 self._tell("stopping", self._stop.message, reason=str(self._stop.reason))
                 self._actors[0].stop.remote()
                 give_up = min(give_up, time.monotonic() + self._stop.patience_s)
-            if not self._formed and pending and time.monotonic() > form_by and self._stop is None:
-                deadline_s = self._spec.failure.start_deadline_s
-                raise _Ended(Reason.SETUP_FAILED, f"the process group was not formed within {deadline_s:g} s")
+            stall = watch.look(set(pending.values()))
+            if stall is not None:
+                self._on_stall(stall, watch)
+            self._check_formed(form_by, bool(pending))
+
+    def _check_formed(self, form_by: float, anybody: bool) -> None:
+        if not self._formed and anybody and time.monotonic() > form_by and self._stop is None:
+            deadline_s = self._spec.failure.start_deadline_s
+            raise _Ended(Reason.SETUP_FAILED, f"the process group was not formed within {deadline_s:g} s")
+
+    def _on_stall(self, stall: Stall, watch: Watch) -> None:
+        """Tell of it with every rank's stacks, and end the attempt unless the spec only wants to know."""
+        ranks = ",".join(map(str, stall.ranks))
+        self._tell("stalled", stall.message, ranks=ranks, phase=stall.phase, collective=stall.collective)
+        beats = watch.beats
+        for rank, text in enumerate(stacks_of(self._where)):
+            self._tell("stacks", f"rank {rank} is {beats.get(rank, 'silent')}", rank=rank, stacks=text)
+        if self._spec.watchdog.action != "report" and self._stop is None and not self._failing:
+            raise _Ended(Reason.STALLED, stall.message)
 
     def _collect(self, rank: int, ref: Any) -> RankEnd:
         """Return how a rank ended; one whose process vanished gets an error entry in its place."""

@@ -15,11 +15,13 @@ from typing import Any
 
 import ray
 
+from worker.actors._stacks import offer_stacks
 from worker.contract.errors import ErrorValue
 from worker.contract.kernels import KernelPolicy
 from worker.contract.messages import AttemptStart, Entry, Milestone, RankError, RankReport
 from worker.contract.spec import JobSpec
 from worker.outcome import EndKind, RankEnd
+from worker.watchdog import Beat
 
 __all__ = ["RankActor", "Sender"]
 
@@ -85,6 +87,7 @@ class RankActor:
         self._rank = rank
         self._mailbox: Any = None
         self._store: Any = None
+        self._place: Any = None
         self._log_problem = self._capture_output()
 
     def _capture_output(self) -> str:
@@ -103,13 +106,18 @@ class RankActor:
         return ""
 
     def hello(self) -> dict[str, str | int | float]:
-        """Say where this rank runs: ``pid``, ``started`` (clock ticks since boot), ``node_id`` and ``host``."""
+        """Say where this rank runs.
+
+        Returns:
+            ``pid``, ``started`` (clock ticks since boot), ``node_id``, ``host`` and ``stacks`` (a descriptor).
+        """
         context = ray.get_runtime_context()
         return {
             "pid": os.getpid(),
             "started": _start_ticks(os.getpid()),
             "node_id": context.get_node_id(),
             "host": ray.util.get_node_ip_address(),
+            "stacks": offer_stacks(),
         }
 
     def prepare(self, serve: bool) -> str:
@@ -136,9 +144,9 @@ class RankActor:
         sender = Sender(supervisor, self._attempt.fence, read_settings().report_queue_limit)
         if self._log_problem:
             sender.put(Milestone(name="logs_off", at=time.time(), message=self._log_problem, rank=self._rank))
-        begun = False
+        begun, seat = False, None
         try:
-            seat = self._seat(address, sender)
+            seat = self._place = self._seat(address, sender)
             try:
                 outcome = self.train(seat)
             finally:
@@ -146,7 +154,8 @@ class RankActor:
             end = RankEnd(rank=self._rank, kind=EndKind(outcome), at=time.time())
         except Exception as error:  # a foreign exception may not survive pickling: it becomes a value here
             value = ErrorValue.from_exception(error, rank=self._rank)
-            sender.put(RankError(at=time.time(), error=value))
+            if seat is None or seat.told is not error:
+                sender.put(RankError(at=time.time(), error=value))
             end = RankEnd(rank=self._rank, kind=EndKind.FAILED, at=time.time(), set_up=begun, error=value)
         sender.close()
         return end.model_dump_json()
@@ -173,6 +182,18 @@ class RankActor:
             plan_hash=self._attempt.plan_hash or None, attempt=self._attempt.attempt,
             checkpoint_directory=Path(place) if place else None,
         )  # fmt: skip
+
+    def beat(self) -> str:
+        """Say where this rank is: a :class:`Beat` as JSON. Loads nothing, and answers beside everything else."""
+        progress, seat = sys.modules.get("dmuon_runtime.progress"), self._place
+        if progress is None or seat is None:
+            return Beat(phase="joining", phase_seconds=0.0).model_dump_json()
+        at = progress.PROGRESS.look()
+        return Beat(
+            phase=at.phase if seat.phase in ("building", "training") else str(seat.phase), phase_seconds=at.seconds,
+            step=seat.step, first_step=seat.steps_done == 0, marks=at.marks, waiting=at.waiting,
+            waiting_seconds=at.waiting_seconds,
+        ).model_dump_json()  # fmt: skip
 
     def set_kernels(self, policy_json: str) -> None:
         """Take a kernel policy; all ranks change at the step that rank 0 announces."""

@@ -13,7 +13,7 @@ The supervisor actor answers (every argument and result is JSON text of a messag
 
 from __future__ import annotations
 
-__all__ = ["NAMESPACE", "PLAN_ENTRY", "START_ENTRY", "supervisor_name"]
+__all__ = ["NAMESPACE", "PLAN_ENTRY", "START_ENTRY", "rank_name", "supervisor_name"]
 
 NAMESPACE = "dmuon"
 START_ENTRY = "worker.actors.entry:start_supervisor"
@@ -26,3 +26,8 @@ PLAN_ENTRY = "worker.planner:answer"
 def supervisor_name(job_id: str, attempt: int) -> str:
     """Ray actor name of an attempt's supervisor."""
     return f"supervisor:{job_id}:{attempt}"
+
+
+def rank_name(job_id: str, attempt: int, rank: int) -> str:
+    """Ray actor name of one rank of an attempt; as long as Ray knows it, something of the attempt is left."""
+    return f"rank:{job_id}:{attempt}:{rank}"

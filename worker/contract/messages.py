@@ -126,6 +126,8 @@ class Milestone(Message):
         "routes_verified",
         "kernel_changed",
         "stopping",
+        "stalled",
+        "stacks",
         "kernel_failed",
         "breaker_changed",
         "swap_preparing",

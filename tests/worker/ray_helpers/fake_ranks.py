@@ -37,6 +37,7 @@ class FakeRank(RankActor):
     def train(self, seat: Any) -> str:
         import torch.distributed as dist
 
+        from dmuon_runtime.progress import PROGRESS
         from worker.control import Agreement
         from worker.rendezvous import join_group
         from worker.train import Phase
@@ -50,12 +51,16 @@ class FakeRank(RankActor):
             directive = agreement.next(last=step + 1 == seat.spec.training.steps)
             if directive.stop:
                 return "stopped"
+            if fault in ("hang", "stop") and step == 3:
+                seat.phase = Phase.TRAINING
+                PROGRESS.enter("forward")
             if step == 3 and seat.rank == 1:
                 _misbehave(fault)
             if fault == "deaf" and step == 3:
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
                 time.sleep(600)
-            dist.barrier()
+            with PROGRESS.waiting("the barrier"):
+                dist.barrier()
             text = f"{step} epoch {directive.policy.epoch}"
             seat.sink(Milestone(name="kernel_changed", at=time.time(), message=text, rank=seat.rank))
             time.sleep(0.05)
@@ -67,6 +72,10 @@ def _misbehave(fault: str) -> None:
         raise KeywordOnly(number=7)
     if fault == "exit":
         os._exit(3)
+    if fault == "hang":
+        time.sleep(600)
+    if fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _label(spec_json: str) -> str:

@@ -1,4 +1,4 @@
-"""What the client asks about the output of ranks."""
+"""What the client reads of events and logs, in pages and as streams."""
 
 from __future__ import annotations
 
@@ -10,21 +10,30 @@ from pydantic import BaseModel
 
 from orchestrator import resources as r
 
-__all__ = ["LogCalls", "StreamEnd"]
+__all__ = ["StreamCalls", "StreamEnd"]
 
 M = TypeVar("M", bound=BaseModel)
 
 
 class StreamEnd(BaseModel):
-    """Why a stream ended: the job's end, or ``server_stopping``."""
+    """Why a stream of events ended: the job's end, or ``server_stopping``."""
 
     reason: str | None = None
     state: str | None = None
     message: str = ""
 
 
-class LogCalls(ABC):
-    """The part of :class:`~orchestrator.client.Client` about logs."""
+class StreamCalls(ABC):
+    """The part of :class:`~orchestrator.client.Client` that reads events and logs."""
+
+    def events(self, job_id: str, *, after: int = 0) -> r.EventPage:
+        """Return the events that follow one."""
+        return self._ask(r.EventPage, "GET", f"/v1/jobs/{job_id}/events", params={"after": str(after)})
+
+    def stream(self, job_id: str, *, after: int = 0) -> Iterator[r.EventResource | StreamEnd]:
+        """Yield events as they come; the last item says why there are no more."""
+        for kind, data in self._stream(f"/v1/jobs/{job_id}/events", {"Last-Event-ID": str(after)}, {}):
+            yield StreamEnd.model_validate_json(data) if kind == "end" else r.EventResource.model_validate_json(data)
 
     def logs(
         self,
@@ -57,19 +66,9 @@ class LogCalls(ABC):
             yield StreamEnd.model_validate_json(data) if kind == "end" else r.LogPage.model_validate_json(data)
 
     @abstractmethod
+    def _ask(self, kind: type[M], method: str, path: str, *, params: Mapping[str, str] | None = None) -> M: ...
+
+    @abstractmethod
     def _stream(
         self, path: str, headers: Mapping[str, str], params: Mapping[str, str]
     ) -> Iterator[tuple[str, str]]: ...
-
-    @abstractmethod
-    def _ask(
-        self,
-        kind: type[M],
-        method: str,
-        path: str,
-        *,
-        content: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        params: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
-    ) -> M: ...

@@ -1,0 +1,222 @@
+"""What telemetry costs: the same steps with it and without it, in turns, in one process group.
+
+    python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.telemetry [--workload cpu] [--rounds 40]
+
+*On* is what a worker does in each step: a span for every collective and update, counters, the ledger of kernels, and a
+report as the text that its supervisor gets. *Off* has none of it. *Off again* is off a second time: its difference
+from off is what the machine alone makes of equal work, and no cost below it can be seen. Times are medians over rounds
+of the slowest rank, of the wall clock and of the process's own CPU time, which neighbours on the machine disturb less.
+Each round does each variant once, in rotating order. Not switched off: the norms of updates and gradients, which a
+step computes for clipping, skipping and the update's RMS anyway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import dmuon_runtime as dmuon
+from benchmarks.common import print_table, write_result
+from benchmarks.contestants import BUILDERS, Contestant
+from benchmarks.workloads import WORKLOADS, Workload
+from dmuon_runtime import ledger, muon, transport
+from dmuon_runtime.counters import Counters
+from worker.optimizers import Driver
+from worker.report import Reporter, StepFacts
+
+__all__ = ["main"]
+
+WARMUP = 3
+Found = dict[str, list[tuple[float, float]]]
+VARIANTS = ("off", "on", "off again")
+
+
+class NoSpan:
+    """Measures nothing."""
+
+    end = None
+
+    def __init__(self, *_: object) -> None: ...
+
+    def follow(self, work: Any) -> None:
+        """Look at nothing."""
+
+    def wait(self, work: Any) -> None:
+        """Only wait."""
+        work.wait()
+
+    pass_by = wait
+
+    def finish(self) -> None:
+        """End nothing."""
+
+
+@contextmanager
+def without_telemetry() -> Iterator[None]:
+    """Take the clocks out of the runtime."""
+    with ExitStack() as stack:
+        for name in ("HostSpan", "DeviceSpan"):
+            stack.enter_context(mock.patch.object(transport, name, NoSpan))
+        stack.enter_context(mock.patch.object(muon, "start_span", NoSpan))
+        for name in ("add_collective", "add_owner_compute"):
+            stack.enter_context(mock.patch.object(Counters, name, mock.DEFAULT, return_value=None))
+        stack.enter_context(ledger.LEDGER.muted())
+        yield
+
+
+class BenchmarkDriver:
+    """What a reporter asks of a worker's driver."""
+
+    def __init__(self, contestant: Contestant) -> None:
+        self.optimizer = contestant.optimizers[0]
+        self._model = contestant.model
+
+    def counters(self) -> dmuon.CountersSnapshot:
+        """Return the runtime's totals."""
+        return dmuon.get_counters(self._model).snapshot()
+
+    def rates(self) -> dict[str, float]:
+        """Return the rate of each route."""
+        return {"muon": 0.01, "adamw": 3e-4, "sharded_adamw": 3e-4}
+
+
+def _step(contestant: Contestant, tokens: Tensor, reporter: Reporter | None, number: int) -> int:
+    """Do one step; return how long its report is."""
+    before = ledger.snapshot() if reporter is not None else {}
+    loss = contestant.forward_backward(tokens)
+    contestant.update()
+    if reporter is None:
+        return 0
+    facts = StepFacts(
+        step=number, loss=float(loss), grad_norm=None, seconds=1.0, tokens=tokens.numel(), kernel="cublas",
+        kernel_epoch=0, orthogonality_error=None, ns_before=before,
+    )  # fmt: skip
+    return len(reporter.report(facts).model_dump_json())
+
+
+def _clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def _seconds(device: torch.device, begin: tuple[float, float]) -> tuple[float, float]:
+    """Return wall and CPU seconds since ``begin`` of the slowest rank."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    spent = [now - then for now, then in zip(_clocks(), begin, strict=True)]
+    slowest = torch.tensor(spent, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest[0]), float(slowest[1])
+
+
+def measure(contestant: Contestant, workload: Workload, device: torch.device, rounds: int) -> Found:
+    """Return wall and CPU seconds of each step by variant."""
+    reporter = Reporter(dist.get_rank(), device, cast(Driver, BenchmarkDriver(contestant)))
+    found: Found = {name: [] for name in VARIANTS}
+    for number in range(-WARMUP, rounds):
+        tokens = workload.tokens(number + WARMUP, dist.get_rank(), device)
+        shift = number % len(VARIANTS)
+        for name in VARIANTS[shift:] + VARIANTS[:shift]:
+            dist.barrier()
+            with ExitStack() as stack:
+                if name != "on":
+                    stack.enter_context(without_telemetry())
+                begin = _clocks()
+                _step(contestant, tokens, reporter if name == "on" else None, number + WARMUP + 1)
+                seconds = _seconds(device, begin)
+            if number >= 0:
+                found[name].append(seconds)
+    return found
+
+
+def own_seconds(contestant: Contestant, workload: Workload, device: torch.device, steps: int) -> float:
+    """Return seconds a step inside telemetry's own code on this rank, by timing its calls."""
+    spent, reporter = [0.0], Reporter(dist.get_rank(), device, cast(Driver, BenchmarkDriver(contestant)))
+
+    def timed(call: Any) -> Any:
+        def wrapper(*arguments: object) -> object:
+            begin = time.perf_counter()
+            try:
+                return call(*arguments)
+            finally:
+                spent[0] += time.perf_counter() - begin
+
+        return wrapper
+
+    with ExitStack() as stack:
+        for name in ("add_collective", "add_owner_compute", "snapshot"):
+            stack.enter_context(mock.patch.object(Counters, name, timed(getattr(Counters, name))))
+        for kind in (transport.HostSpan, transport.DeviceSpan):
+            for name in ("__init__", "follow"):
+                stack.enter_context(mock.patch.object(kind, name, timed(getattr(kind, name))))
+        for number in range(steps):
+            tokens = workload.tokens(number, dist.get_rank(), device)
+            contestant.forward_backward(tokens)
+            contestant.update()
+            begin, before = time.perf_counter(), spent[0]
+            facts = StepFacts(number + 1, 1.0, None, 1.0, tokens.numel(), "cublas", 0, None, ledger.snapshot())
+            reporter.report(facts).model_dump_json()
+            spent[0] = before + time.perf_counter() - begin
+    return spent[0] / steps
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run as one rank of a group that torch's launcher made."""
+    parser = argparse.ArgumentParser(prog="benchmarks.telemetry")
+    parser.add_argument("--workload", choices=WORKLOADS, default=None)
+    parser.add_argument("--rounds", type=int, default=40)
+    arguments = parser.parse_args(argv)
+    cuda = torch.cuda.is_available()
+    dist.init_process_group("nccl" if cuda else "gloo")
+    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    name = arguments.workload or ("llama" if cuda else "cpu")
+    grid = init_device_mesh(device.type, (1, dist.get_world_size()), mesh_dim_names=("replicate", "shard"))
+    dtype = torch.bfloat16 if cuda else torch.float32
+    contestant = BUILDERS["ours pure"](WORKLOADS[name].build(device), grid, True, dtype)
+    found = measure(contestant, WORKLOADS[name], device, arguments.rounds)
+    own_s = own_seconds(contestant, WORKLOADS[name], device, 10)
+    if dist.get_rank() == 0:
+        _show(found, own_s, name)
+    dist.destroy_process_group()
+
+
+def _median(seconds: Sequence[tuple[float, float]], clock: int) -> float:
+    return statistics.median(each[clock] for each in seconds)
+
+
+def _show(found: Found, own_s: float, workload: str) -> None:
+    off = _median(found["off"], 0)
+    rows = []
+    for name in VARIANTS:
+        row: dict[str, Any] = {"variant": name}
+        for clock, unit in enumerate(("step ms", "cpu ms")):
+            pairs = zip(found[name], found["off"], strict=True)
+            row[unit] = _median(found[name], clock) * 1e3
+            row[f"{unit[:4].strip()} over off"] = statistics.median(
+                mine[clock] / base[clock] - 1 for mine, base in pairs
+            )
+        rows.append(row)
+    print_table(list(rows[0]), [list(row.values()) for row in rows])
+    print(f"inside telemetry's own code: {own_s * 1e6:.0f} us a step and rank, {own_s / off:.3%} of a step")
+    write_result(
+        "telemetry", rows, world_size=dist.get_world_size(), workload=workload, rounds=len(found["off"]),
+        own_us_a_step=own_s * 1e6, own_share_of_step=own_s / off,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

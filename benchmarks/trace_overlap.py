@@ -1,0 +1,131 @@
+"""Does the runtime's own overlap agree with a profiler trace of the same steps? On NVIDIA GPUs.
+
+    python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.trace_overlap [--workload llama] [--steps 5]
+        [--mode "ours pure Z3"] [--trace FOLDER]
+
+The runtime reads events beside the streams, all the time; the trace sees every kernel, of these steps only. Both are
+shown by route and phase with their difference; an agreement within 5 points of overlap is what the design asks for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import dmuon_runtime as dmuon
+from benchmarks.common import print_table, write_result
+from benchmarks.contestants import BUILDERS, Contestant
+from benchmarks.traces import PREFIX, TracedComm, read_overlap
+from benchmarks.workloads import WORKLOADS, Workload
+from dmuon_runtime.process_groups import Axis
+from dmuon_runtime.runtime import find_runtime
+from dmuon_runtime.transport import Handle, Transport
+
+__all__ = ["compare", "main"]
+
+WARMUP = 5
+TOLERANCE = 0.05
+
+
+def annotate(transport: Transport) -> None:
+    """Surround the issue of every collective by a range that the trace shows with its route and phase."""
+    issue = transport._issue
+
+    def annotated(
+        work: Callable[[], object], axis: Axis, lane: str, key: tuple[str, str] | None, keep: tuple[Tensor, ...]
+    ) -> Handle:
+        with record_function(PREFIX + ("control" if key is None else "/".join(key))):
+            return issue(work, axis, lane, key, keep)  # type: ignore[arg-type]
+
+    transport._issue = annotated  # type: ignore[assignment, method-assign]
+
+
+def compare(
+    traced: dict[str, TracedComm], before: dmuon.CountersSnapshot, after: dmuon.CountersSnapshot
+) -> list[dict[str, Any]]:
+    """Return a row for each route and phase: overlap counted, overlap traced, and the difference in points."""
+    rows = []
+    for key, total in sorted(after.comm.items()):
+        earlier = before.comm.get(key, dmuon.CommCount())
+        seconds, exposed = total.seconds - earlier.seconds, total.exposed_seconds - earlier.exposed_seconds
+        seen = traced.get("/".join(key))
+        counted = 1 - exposed / seconds if seconds > 0 else None
+        found = None if seen is None else seen.overlap_ratio
+        rows.append(
+            {
+                "route": "/".join(key),
+                "counted ms": seconds * 1e3,
+                "traced ms": None if seen is None else seen.seconds * 1e3,
+                "counted overlap": counted,
+                "traced overlap": found,
+                "difference": None if counted is None or found is None else counted - found,
+            }
+        )
+    return rows
+
+
+def _step(contestant: Contestant, workload: Workload, number: int, device: torch.device) -> None:
+    contestant.forward_backward(workload.tokens(number, dist.get_rank(), device))
+    contestant.update()
+
+
+def measure(contestant: Contestant, workload: Workload, device: torch.device, steps: int, path: Path) -> list[Any]:
+    """Train, trace ``steps`` steps, and compare on this rank."""
+    runtime = find_runtime(contestant.model)
+    annotate(runtime.transport)
+    for number in range(WARMUP):
+        _step(contestant, workload, number, device)
+    torch.cuda.synchronize()
+    dist.barrier()
+    before = runtime.counters.snapshot()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as taken:
+        for number in range(steps):
+            _step(contestant, workload, WARMUP + number, device)
+        torch.cuda.synchronize()
+    after = runtime.counters.snapshot()
+    assert before.pending_spans == after.pending_spans == 0, "the device is idle: every span has ended"
+    taken.export_chrome_trace(str(path))
+    return compare(read_overlap(json.loads(path.read_text())), before, after)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run as one rank of a group that torch's launcher made."""
+    parser = argparse.ArgumentParser(prog="benchmarks.trace_overlap")
+    parser.add_argument("--workload", choices=WORKLOADS, default="llama")
+    parser.add_argument("--mode", default="ours pure Z3")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--trace", type=Path, help="keep the traces in this folder")
+    arguments = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        raise SystemExit("trace_overlap compares kernels on a GPU, and there is none here")
+    dist.init_process_group("nccl")
+    rank = dist.get_rank()
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    grid = init_device_mesh("cuda", (1, dist.get_world_size()), mesh_dim_names=("replicate", "shard"))
+    workload, mode = WORKLOADS[arguments.workload], arguments.mode
+    contestant = BUILDERS[mode[:-3]](workload.build(device), grid, mode.endswith("Z3"), torch.bfloat16)
+    folder = arguments.trace or Path(tempfile.mkdtemp())
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = measure(contestant, workload, device, arguments.steps, folder / f"rank{rank}.json")
+    if rank == 0:
+        print_table(list(rows[0]), [list(row.values()) for row in rows])
+        apart = [row["route"] for row in rows if abs(row["difference"] or 0.0) > TOLERANCE]
+        print(f"apart by more than {TOLERANCE:.0%}: {', '.join(apart) or 'none'}")
+        write_result("trace_overlap", rows, world_size=dist.get_world_size(), workload=arguments.workload, mode=mode)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

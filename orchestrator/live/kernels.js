@@ -1,0 +1,146 @@
+// Kernels, their breakers, and the three things an operator can do: trip, reset, swap. Each needs a reason and a yes.
+
+import { get, send } from "./api.js";
+import { at, h, pill, put, short, toast } from "./dom.js";
+
+const FALLBACK = "cublas";
+const rows = new Map();
+let known = null; // all kernels, once the planner has said which can run
+
+export async function lookAtBreakers(jobId) {
+  if (known === null) {
+    known = [];
+    get("/v1/kernels").then(({ kernels }) => { known = kernels; fillTargets(); })
+      .catch((error) => { known = null; toast(`Kernels: ${error.message}`); });
+  }
+  const names = known.length ? known.filter((each) => each.breaker !== null).map((each) => each.kernel) : [...rows.keys()].filter((name) => name !== FALLBACK);
+  const found = await Promise.all(names.map((name) => get(`/v1/kernels/${name}/breaker`)));
+  return Object.fromEntries(found.map((each) => [each.kernel, stateFor(each, jobId)]));
+}
+
+// A word for this job, else what moved by itself, else the word for all.
+function stateFor(breaker, jobId) {
+  if (breaker.jobs[jobId]) {
+    const word = breaker.history.find((each) => each.scope === jobId);
+    return { state: breaker.jobs[jobId], why: word ? `${word.actor}: ${word.reason}` : "" };
+  }
+  const moved = breaker.runtime.find((each) => each.job === jobId);
+  if (breaker.state === "closed" && moved) return { state: moved.state, why: `by itself at step ${moved.step}: ${moved.reason}` };
+  return { state: breaker.state, why: breaker.reason ? `${breaker.actor}: ${breaker.reason}` : "" };
+}
+
+export function showKernels(job, last, launching, breakers) {
+  const totals = {};
+  for (const part of last?.ns ?? []) totals[part.kernel] = (totals[part.kernel] ?? 0) + part.launches;
+  const now = new Set(launching.map((part) => part.kernel));
+  const names = [...new Set([...Object.keys(totals), ...Object.keys(breakers), FALLBACK])].sort();
+  for (const name of names) {
+    if (!rows.has(name)) rows.set(name, makeRow(name, job));
+    const row = rows.get(name);
+    const breaker = breakers[name];
+    put(row.launched, `${short(totals[name] ?? 0)}${now.has(name) ? " · running now" : ""}`);
+    row.node.dataset.running = String(now.has(name));
+    if (breaker) {
+      pill(row.state, breaker.state);
+      put(row.why, breaker.why);
+      row.trip.disabled = ["open", "forced_open"].includes(breaker.state);
+      row.reset.disabled = breaker.state === "closed";
+    }
+  }
+  const text = launching.map((part) => `${part.kernel} (${part.algorithm}), ${part.launches} launches`).join(", ");
+  put(at("kernel-now"), last ? `Launched in step ${last.step}: ${text || "nothing"}` : "Nothing was launched yet.");
+  at("swap").disabled = job.state !== "RUNNING";
+}
+
+export function forgetRows() { rows.clear(); at("kernels").replaceChildren(); put(at("swap-state"), ""); }
+
+function makeRow(name, job) {
+  const launched = h("td", { class: "num", "data-label": "Launched" });
+  const state = h("span", { class: "pill" });
+  const why = h("span", { class: "why" });
+  const cells = name === FALLBACK
+    ? [h("td", { class: "quiet" }, "is the fallback"), h("td")]
+    : [h("td", { "data-label": "Breaker" }, state, " ", why), h("td")];
+  const trip = h("button", { type: "button", "aria-label": `Trip ${name}`, onclick: () => change(name, "trip", job) }, "Trip");
+  const reset = h("button", { type: "button", "aria-label": `Reset ${name}`, onclick: () => change(name, "reset", job) }, "Reset");
+  if (name !== FALLBACK) cells[1].append(h("span", { class: "actions" }, trip, reset));
+  const node = h("tr", { "data-kernel": name }, h("th", { scope: "row" }, name), launched, ...cells);
+  at("kernels").append(node);
+  return { node, launched, state, why, trip, reset };
+}
+
+const WORDS = {
+  trip: ["Trip", "The work of this kernel goes to the fallback from the next step on. The job goes on."],
+  reset: ["Reset", "The kernel runs again from the next step on, and may trip again."],
+};
+
+async function change(kernel, action, job) {
+  const ended = job.finished_at !== null;
+  const [word, text] = WORDS[action];
+  const said = await ask({ title: `${word} ${kernel}?`, text, yes: `${word} ${kernel}`, scope: ended ? null : "job" });
+  if (!said) return;
+  const scope = ended || said.scope === "all" ? "all" : job.id;
+  await attempt(() => send("PUT", `/v1/kernels/${kernel}/breaker`, { action, reason: said.reason, scope }), `${word} of ${kernel} was taken`);
+}
+
+export async function swapKernel(job) {
+  const said = await ask({
+    title: "Swap the kernel of this job?", yes: "Swap", target: true,
+    text: "All ranks prepare beside their steps and change at one step, or none does and the reason is shown here.",
+  });
+  if (!said) return;
+  const wanted = Object.fromEntries(Object.entries(said.target).filter(([, value]) => value));
+  if (!Object.keys(wanted).length) return toast("Choose a kernel or an algorithm.");
+  const swap = await attempt(() => send("POST", `/v1/jobs/${job.id}/kernel-swaps`, { ...wanted, reason: said.reason }));
+  if (swap) watch(job.id, swap);
+}
+
+async function watch(jobId, swap) {
+  const target = Object.values(swap.target).filter(Boolean).join(", ");
+  for (let left = 240; left > 0; left -= 1) {
+    const where = swap.step === null ? "" : ` at step ${swap.step}, epoch ${swap.epoch}`;
+    put(at("swap-state"), `Swap to ${target}: ${swap.state}${where}. ${swap.message}`);
+    if (["committed", "rolled_back", "failed"].includes(swap.state)) return;
+    await new Promise((done) => setTimeout(done, 500));
+    swap = (await attempt(() => get(`/v1/jobs/${jobId}/kernel-swaps/${swap.id}`))) ?? swap;
+  }
+}
+
+export async function attempt(work, done) {
+  try {
+    const answer = await work();
+    if (done) toast(done);
+    return answer;
+  } catch (error) {
+    toast(error.message);
+    return null;
+  }
+}
+
+function fillTargets() {
+  at("target-kernel").replaceChildren(h("option", { value: "" }, "as it is"), ...known.map((each) =>
+    h("option", { value: each.kernel }, each.available === false ? `${each.kernel} (cannot run where plans are made)` : each.kernel)));
+}
+
+// Resolves to what was said, or null when it was left.
+export function ask({ title, text, yes, scope = null, target = false, reason = true }) {
+  const dialog = at("confirm");
+  put(at("confirm-title"), title);
+  put(at("confirm-text"), text);
+  put(at("confirm-yes"), yes);
+  at("confirm-scope").hidden = scope === null;
+  at("confirm-target").hidden = !target;
+  at("confirm-reason-label").hidden = !reason;
+  at("confirm-reason").required = reason;
+  at("confirm-reason").value = "";
+  if (scope) dialog.querySelector(`input[name="scope"][value="${scope}"]`).checked = true;
+  at("confirm-no").onclick = () => dialog.close("no");
+  dialog.returnValue = "";
+  dialog.showModal();
+  return new Promise((resolve) => {
+    dialog.addEventListener("close", () => resolve(dialog.returnValue !== "yes" ? null : {
+      reason: at("confirm-reason").value.trim(), scope: dialog.querySelector('input[name="scope"]:checked').value,
+      target: { kernel: at("target-kernel").value, algorithm: at("target-algorithm").value },
+    }), { once: true });
+  });
+}

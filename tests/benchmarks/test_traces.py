@@ -1,0 +1,54 @@
+"""The analysis of profiler traces, on a stored trace small enough to work out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import dmuon_runtime as dmuon
+from benchmarks.trace_overlap import compare
+from benchmarks.traces import TracedComm, intersection_us, merged, read_overlap
+
+TRACE = json.loads((Path(__file__).parent / "overlap_trace.json").read_text())
+
+
+def test_overlap_by_route_and_phase() -> None:
+    """Compute runs from 120 to 190 µs: two kernels on two streams that overlap each other count once."""
+    found = read_overlap(TRACE)
+    assert found["muon/forward"] == TracedComm(pytest.approx(100e-6), pytest.approx(70e-6))
+    assert found["muon/forward"].overlap_ratio == pytest.approx(0.7)
+    assert found["adamw/forward"].overlap_ratio == 0, "a copy between 210 and 220 µs is no compute"
+    assert found["muon/reduce"].overlap_ratio == pytest.approx(40 / 80)
+
+
+def test_the_total_is_the_union_and_no_sum() -> None:
+    found = read_overlap(TRACE)
+    assert found["total"].seconds == pytest.approx(150e-6), "100 to 250 µs, though the routes' kernels take 230"
+    assert found["total"].seconds <= sum(part.seconds for key, part in found.items() if key != "total")
+    assert found["total"].exposed_seconds == pytest.approx(80e-6)
+
+
+def test_a_window_and_a_trace_without_kernels() -> None:
+    assert set(read_overlap(TRACE, (199.0, 300.0))) == {"adamw/forward", "total"}
+    with pytest.raises(ValueError, match="no kernel events"):
+        read_overlap({"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 1}]})
+
+
+def test_intervals() -> None:
+    assert merged([(5, 7), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 7)]
+    assert intersection_us([(0, 4), (5, 7)], [(1, 2), (3, 6)]) == 1 + 1 + 1
+    assert intersection_us([], [(0, 1)]) == 0
+
+
+def test_rows_put_both_side_by_side() -> None:
+    none = dmuon.CountersSnapshot({}, dmuon.CommCount(), 0.0, 0, 0)
+    after = dmuon.CountersSnapshot(
+        {("muon", "forward"): dmuon.CommCount(2, 0.1, 0.02, 10), ("muon", "publish"): dmuon.CommCount(1, 0.0, 0.0, 1)},
+        dmuon.CommCount(), 0.0, 0, 0,
+    )  # fmt: skip
+    rows = compare({"muon/forward": TracedComm(0.1, 0.079)}, none, after)
+    assert [row["route"] for row in rows] == ["muon/forward", "muon/publish"]
+    assert rows[0]["difference"] == pytest.approx(0.01)
+    assert rows[1]["difference"] is None and rows[1]["traced ms"] is None, "what one of them did not see is not equal"

@@ -1,0 +1,105 @@
+"""Spans on device events, with events that a test marks: what is counted of a collective, and of a wait for it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from dmuon_runtime.spans import DeviceSpan, Event
+
+
+@dataclass
+class Device:
+    """A device whose clock a test sets; ``reached`` is how far it has come."""
+
+    now_ms: float = 0.0
+    reached: float = float("inf")
+
+
+class Mark:
+    """An event that was recorded at a moment of the device's clock."""
+
+    def __init__(self, device: Device) -> None:
+        self._device, self.at_ms = device, device.now_ms
+
+    def record(self) -> None:
+        self.at_ms = self._device.now_ms
+
+    def query(self) -> bool:
+        return self.at_ms <= self._device.reached
+
+    def elapsed_time(self, end_event: object) -> float:
+        assert isinstance(end_event, Mark)
+        return end_event.at_ms - self.at_ms
+
+
+class Collective:
+    """Ends at ``end_ms``: whoever waits for it on a stream goes on there or later."""
+
+    def __init__(self, device: Device, end_ms: float) -> None:
+        self._device, self._end_ms = device, end_ms
+
+    def wait(self) -> bool:
+        self._device.now_ms = max(self._device.now_ms, self._end_ms)
+        return True
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    device = Device()
+    monkeypatch.setattr(DeviceSpan, "_record", lambda _self: Mark(device))
+
+    @contextlib.contextmanager
+    def beside(_stream: object) -> Iterator[None]:
+        before = device.now_ms
+        yield
+        device.now_ms = before  # the side stream waited, not the current one
+
+    monkeypatch.setattr(torch.cuda, "stream", beside)
+    return device
+
+
+def collective(device: Device, start_ms: float, end_ms: float, previous: Event | None = None) -> DeviceSpan:
+    device.now_ms = start_ms
+    span = DeviceSpan(previous=previous)
+    span.follow(Collective(device, end_ms))  # type: ignore[arg-type]
+    return span
+
+
+def wait(device: Device, span: DeviceSpan, at_ms: float, end_ms: float) -> None:
+    device.now_ms = at_ms
+    span.wait(Collective(device, end_ms))  # type: ignore[arg-type]
+
+
+def test_what_compute_hid_is_not_exposed(device: Device) -> None:
+    span = collective(device, 0, 10)
+    wait(device, span, at_ms=7, end_ms=10)
+    assert span.seconds() == pytest.approx(0.010) and span.exposed_seconds() == pytest.approx(0.003)
+
+
+def test_a_wait_after_the_end_exposes_nothing(device: Device) -> None:
+    span = collective(device, 0, 10)
+    wait(device, span, at_ms=12, end_ms=10)
+    assert span.seconds() == pytest.approx(0.010) and span.exposed_seconds() == 0
+
+
+def test_time_in_the_queue_is_nobodys_and_a_wait_through_it_exposes_the_span_at_most(device: Device) -> None:
+    first = collective(device, 0, 10)
+    second = collective(device, 1, 14, first.end)
+    wait(device, second, at_ms=2, end_ms=14)  # twelve ms, of which eight are the first one's
+    assert second.seconds() == pytest.approx(0.004)
+    assert second.exposed_seconds() == pytest.approx(0.004)
+
+
+def test_nothing_is_said_before_the_device_is_there(device: Device) -> None:
+    span = collective(device, 0, 10)
+    assert span.seconds() is None, "nobody has waited for it yet"
+    wait(device, span, at_ms=7, end_ms=10)
+    device.reached = 9
+    assert span.seconds() is None
+    device.reached = 10
+    assert span.seconds() == pytest.approx(0.010)
