@@ -9,6 +9,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from orchestrator import resources as r
+from orchestrator._client_admin import AdminCalls
 from orchestrator._client_kernels import KernelCalls
 from orchestrator._client_streams import StreamCalls, StreamEnd
 from orchestrator.errors import Problem, RequestRefused, ServiceUnreachable
@@ -19,7 +20,7 @@ __all__ = ["Client", "StreamEnd"]
 M = TypeVar("M", bound=BaseModel)
 
 
-class Client(KernelCalls, StreamCalls):
+class Client(AdminCalls, KernelCalls, StreamCalls):
     """Speaks to one service. Every method raises :class:`RequestRefused` or :class:`ServiceUnreachable`."""
 
     def __init__(

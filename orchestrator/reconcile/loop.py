@@ -29,6 +29,7 @@ from orchestrator.store.idempotency import forget_old
 from orchestrator.store.jobs import jobs_in
 from orchestrator.store.kernels import breaker_rows, expire_breakers
 from orchestrator.store.leases import acquire, release
+from orchestrator.store.pruning import old_jobs, prune_audit, prune_job
 from orchestrator.store.transitions import LEASE
 from worker.contract.states import JobState
 
@@ -36,6 +37,9 @@ __all__ = ["Reconciler"]
 
 _log = logging.getLogger(__name__)
 _SWEEP_S = 3600.0
+_PRUNED_AT_ONCE = 20
+_REST = 2.0
+"""Pause after a pass, in terms of the CPU time that it took."""
 _DRIVERS = 8
 _CAPACITY_S = 10.0
 """How often the cluster's capacity is looked at for those who watch; admission asks for itself."""
@@ -61,6 +65,7 @@ class Reconciler:
         checkpoints: Path | None = None,
         logs: LogStore | None = None,
         log_quota_bytes: int = 32 << 20,
+        history_s: float = math.inf,
     ) -> None:
         self.context = Context(
             database=database,
@@ -74,6 +79,7 @@ class Reconciler:
             log_quota_bytes=log_quota_bytes,
         )
         self._interval_s, self._lease_s, self._timed = interval_s, lease_s, timed
+        self._history_s = history_s
         self._stop = threading.Event()
         self._wake = (threading.Event(), threading.Event())
         self._threads: list[threading.Thread] = []
@@ -179,9 +185,20 @@ class Reconciler:
         self._next_sweep = now + _SWEEP_S
         with self.context.database.write() as session:
             forget_old(session, now=now)
+            prune_audit(session, before=now - 4 * self._history_s)
+        with self.context.database.read() as session:
+            old = old_jobs(session, ended_before=now - self._history_s, limit=_PRUNED_AT_ONCE)
+        for job_id in old:
+            if self.context.logs is not None:
+                self.context.logs.remove(job_id)
+            with self.context.database.write() as session:
+                prune_job(session, job_id, now=now)
+        if len(old) == _PRUNED_AT_ONCE:
+            self._next_sweep = now  # the next pass goes on
 
     def _loop(self, once: Callable[[], None], wake: threading.Event) -> None:
         while not self._stop.is_set():
+            began = time.thread_time()
             try:
                 once()
             except LeaseLost as lost:
@@ -189,5 +206,7 @@ class Reconciler:
                 _log.warning("%s", lost)
             except Exception:
                 _log.exception("a pass of the reconciler failed; the next one tries again")
+            # However often it is woken, two thirds of the time are left to those who ask.
+            self._stop.wait(min(1.0, _REST * (time.thread_time() - began)))
             wake.wait(self._interval_s)
             wake.clear()
