@@ -79,13 +79,12 @@ class Reconciler:
             log_quota_bytes=log_quota_bytes,
         )
         self._interval_s, self._lease_s, self._timed = interval_s, lease_s, timed
-        self._history_s = history_s
+        self._history_s, self._patience_s = history_s, patience_s
         self._stop = threading.Event()
         self._wake = (threading.Event(), threading.Event())
         self._threads: list[threading.Thread] = []
         self._drivers = Drivers(_DRIVERS)
         self._driven: dict[str, Future[None]] = {}
-        self._patience_s = patience_s
         self._next_sweep, self._next_look, self._renew_at = 0.0, -math.inf, -math.inf
         self.last_pass_at: float | None = None
         """Wall clock at the end of the last pass; None before the first."""
@@ -138,7 +137,8 @@ class Reconciler:
                 self._driven[job.id] = self._drivers.submit(partial(drive_attempt, self.context, job.id))
         if _LOOK not in self._driven and self.context.clock() >= self._next_look:
             self._driven[_LOOK] = self._drivers.submit(self._look_at_capacity)
-        wait(self._driven.values(), timeout=self._patience_s)
+        # A pass that is made by hand has nobody who would make the next one: it is waited for.
+        wait(self._driven.values(), timeout=self._patience_s if self._threads else None)
         for job_id, future in [(key, one) for key, one in self._driven.items() if one.done()]:
             del self._driven[job_id]
             error = None if future.cancelled() else future.exception()
