@@ -9,6 +9,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from orchestrator import resources as r
+from orchestrator._client_admin import AdminCalls
 from orchestrator._client_kernels import KernelCalls
 from orchestrator._client_life import LifeCalls
 from orchestrator._client_streams import StreamCalls, StreamEnd
@@ -20,7 +21,7 @@ __all__ = ["Client", "StreamEnd"]
 M = TypeVar("M", bound=BaseModel)
 
 
-class Client(KernelCalls, LifeCalls, StreamCalls):
+class Client(AdminCalls, KernelCalls, LifeCalls, StreamCalls):
     """Speaks to one service. Every method raises :class:`RequestRefused` or :class:`ServiceUnreachable`."""
 
     def __init__(

@@ -16,10 +16,10 @@ __all__ = [
     "PROBLEM_TYPE", "BadRequest", "BreakerAbsent", "ChildFailed", "ComparisonInvalid", "Conflict", "FollowTimeout",
     "Forbidden", "IdempotencyMismatch", "IdempotencyRunning", "InvalidInput", "InvalidPageToken", "JobFinished",
     "LauncherUnavailable", "LeaseLost", "MethodNotAllowed", "NotFound", "PlanMismatch", "PlanRefusedProblem",
-    "PlannerFailed", "PreconditionFailed", "Problem", "RayProcessError", "RequestRefused", "ServiceError",
-    "ServiceUnreachable", "SettingsInvalid", "SpecInvalidProblem", "StaleWrite", "StartFailed", "StoreUnavailable",
-    "StoreUnusable", "SupervisorGone", "SwapImpossible", "TooLarge", "TooManyStreams", "Unauthorized",
-    "UnsupportedType", "as_service_error", "error_of_status", "field_errors_of",
+    "PlannerFailed", "PreconditionFailed", "Problem", "QuotaExceeded", "RayProcessError", "RequestRefused",
+    "RequestTimeout", "ServiceError", "ServiceUnreachable", "SettingsInvalid", "SpecInvalidProblem", "StaleWrite",
+    "StartFailed", "StoreUnavailable", "StoreUnusable", "SupervisorGone", "SwapImpossible", "TooLarge",
+    "TooManyStreams", "Unauthorized", "UnsupportedType", "as_service_error", "error_of_status", "field_errors_of",
 ]  # fmt: skip
 
 PROBLEM_TYPE = "application/problem+json"
@@ -136,6 +136,12 @@ class PlanMismatch(ServiceError, ValueError):
     code, status, title = "plan_mismatch", 409, "The plan is another one"
 
 
+class QuotaExceeded(ServiceError, ValueError):
+    """The project has as much as it may."""
+
+    code, status, title = "quota_exceeded", 429, "The project's quota is used up"
+
+
 class InvalidPageToken(ServiceError, ValueError):
     """A page token that this service did not give out for this list."""
 
@@ -146,6 +152,12 @@ class TooLarge(ServiceError, ValueError):
     """The body is larger than allowed."""
 
     code, status, title = "too_large", 413, "The request is too large"
+
+
+class RequestTimeout(ServiceError):
+    """The client took too long to send its request."""
+
+    code, status, title = "request_timeout", 408, "The request came too slowly"
 
 
 class UnsupportedType(ServiceError, ValueError):

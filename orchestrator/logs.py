@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -100,6 +101,10 @@ class LogStore:
     def folder(self, job_id: str) -> Path:
         """Return the folder of a job, which workers are told."""
         return self.directory / job_id
+
+    def remove(self, job_id: str) -> None:
+        """Remove all output of a job."""
+        shutil.rmtree(self.folder(job_id), ignore_errors=True)
 
     def version(self, job_id: str) -> tuple[int, int]:
         """Return the number of files and of bytes of a job, to see whether there are more."""

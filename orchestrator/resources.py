@@ -9,6 +9,18 @@ from typing import Literal
 
 from pydantic import Field
 
+from orchestrator._admin_resources import (
+    AuditEntry,
+    AuditPage,
+    Cause,
+    CheckpointEntry,
+    CheckpointList,
+    Explanation,
+    QuotaChange,
+    QuotaList,
+    QuotaResource,
+    UsageFigures,
+)
 from orchestrator._kernel_resources import (
     BreakerChange,
     BreakerResource,
@@ -27,11 +39,13 @@ from worker.contract.plan import ParameterPlan
 from worker.contract.spec import JobSpec
 
 __all__ = [
-    "AttemptResource", "BreakerChange", "BreakerResource", "BreakerWord", "CommFigures", "ConditionResource",
-    "ErrorGroup", "EventPage", "EventResource", "JobPage", "JobResource", "JobSummary", "KernelList",
-    "KernelResource", "LogDropped", "LogLine", "LogPage", "MetricsPage", "NsFigures", "PlanSummary", "Progress",
-    "RankFigures", "RankPace", "RanksResource", "Resource", "RouteFigures", "RoutesResource", "RuntimeBreaker",
-    "StepPoint", "SwapList", "SwapRequest", "SwapResource", "Validation",
+    "AttemptResource", "AuditEntry", "AuditPage", "BreakerChange", "BreakerResource", "BreakerWord", "Cause",
+    "CheckpointEntry", "CheckpointList", "CommFigures", "ConditionResource", "ErrorGroup", "EventPage",
+    "EventResource", "Explanation", "JobPage", "JobResource", "JobSummary", "KernelList", "KernelResource",
+    "LogDropped", "LogLine", "LogPage", "MetricsPage", "NsFigures", "PlanSummary", "Progress", "QuotaChange",
+    "QuotaList", "QuotaResource", "RankFigures", "RankPace", "RanksResource", "Resource", "RouteFigures",
+    "RoutesResource", "RuntimeBreaker", "StepPoint", "SwapList", "SwapRequest", "SwapResource", "UsageFigures",
+    "Validation",
 ]  # fmt: skip
 
 Value = str | int | float | bool | None

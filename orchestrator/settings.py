@@ -46,6 +46,12 @@ class Settings:
     max_request_bytes: int = 1 << 20
     max_streams: int = 2000
     """Streams of events and logs that may be open at once."""
+    path_roots: tuple[Path, ...] = ()
+    """Folders in which the paths of specs must lie; empty: anywhere that the workers can read."""
+    history_s: float = 90 * 86_400.0
+    """How long reports, small events and logs of a job that has ended are kept; audit entries four times as long."""
+    request_timeout_s: float = 20.0
+    """How long a client may take to send a request."""
     log_quota_bytes: int = 32 << 20
     """Of each stream of each rank in each attempt."""
     lease_s: float = 5.0
@@ -96,6 +102,13 @@ class Settings:
         return cls(**read)
 
 
+def _folders(text: str) -> tuple[Path, ...]:
+    found = tuple(Path(part) for part in text.split(os.pathsep) if part)
+    if not all(path.is_absolute() for path in found):
+        raise ValueError(text)
+    return found
+
+
 def _flag(text: str) -> bool:
     if text.lower() not in ("0", "1", "false", "true", "off", "on"):
         raise ValueError(text)
@@ -115,6 +128,9 @@ _VARIABLES: Mapping[str, tuple[str, Any]] = {
     "metrics_series_budget": ("DMUON_METRICS_SERIES_BUDGET", int),
     "max_request_bytes": ("DMUON_MAX_REQUEST_BYTES", int),
     "max_streams": ("DMUON_MAX_STREAMS", int),
+    "path_roots": ("DMUON_PATH_ROOTS", _folders),
+    "history_s": ("DMUON_HISTORY_S", float),
+    "request_timeout_s": ("DMUON_REQUEST_TIMEOUT_S", float),
     "log_quota_bytes": ("DMUON_LOG_QUOTA_BYTES", int),
 }
 

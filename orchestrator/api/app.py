@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import cast
 
 import anyio
@@ -18,8 +19,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.types import ExceptionHandler
 
-from orchestrator.api import jobs, kernels, live, measures, plans, streams, swaps, system
+from orchestrator.api import admin, inspect, jobs, kernels, live, measures, plans, streams, swaps, system
 from orchestrator.api.auth import Authenticator
+from orchestrator.api.document import PROBLEM_ANSWERS, document_of
 from orchestrator.api.following import look_at_topics
 from orchestrator.api.hub import Hub, Pages
 from orchestrator.api.limits import BodyLimitMiddleware
@@ -75,14 +77,15 @@ def create_app(
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
-        responses={"default": {"model": Problem, "description": "A problem (RFC 9457)"}},
+        responses=PROBLEM_ANSWERS,
     )
+    app.openapi = partial(document_of, app)  # type: ignore[method-assign]
     app.state.service = service
-    for module in (jobs, plans, streams, measures, kernels, swaps, system, live):
+    for module in (admin, inspect, jobs, plans, streams, measures, kernels, swaps, system, live):
         app.include_router(module.router)
     for kind, handler in _HANDLERS.items():
         app.add_exception_handler(kind, handler)
-    app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_request_bytes)
+    app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_request_bytes, timeout_s=settings.request_timeout_s)
     app.add_middleware(TimingMiddleware, histogram=service.http_seconds)
     return app
 
@@ -112,6 +115,7 @@ def _service(settings: Settings, launcher: Launcher, planner: Planner, clock: Cl
         checkpoints=settings.state_dir / "checkpoints",
         logs=logs,
         log_quota_bytes=settings.log_quota_bytes,
+        history_s=settings.history_s,
     )
     return Service(
         settings=settings,

@@ -6,14 +6,17 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.responses import Response
+from sqlalchemy.orm import Session
 
 from orchestrator import resources as r
 from orchestrator.api._examples import SPEC_BODY
 from orchestrator.api.auth import Principal, require
 from orchestrator.api.build import job_resource, job_summary
-from orchestrator.api.service import Body, IdempotencyHeader, ServiceOf, answer_once, keyed, reply
+from orchestrator.api.service import Body, IdempotencyHeader, Service, ServiceOf, answer_once, keyed, reply
 from orchestrator.errors import InvalidInput, UnsupportedType, as_service_error
+from orchestrator.paths import check_paths
 from orchestrator.store.jobs import JobFilter, cancel_job, find_job, list_jobs, submit_job
+from orchestrator.store.quotas import check_queue_room
 from orchestrator.store.stops import pause_job, resume_job
 from worker.contract.errors import ContractError, FieldError
 from worker.contract.load import load_spec
@@ -60,6 +63,7 @@ def submit(
 ) -> Response:
     """Submit a job; with ``validate_only`` only say whether its spec is right."""
     spec = read_spec(request, body)
+    check_paths(spec, service.settings.path_roots)
     if validate_only:
         return reply(r.Validation(spec=spec))
     wanted = expected_plan_hash or expected
@@ -67,10 +71,13 @@ def submit(
         service,
         keyed(request, principal, key, body),
         201,
-        lambda session: job_resource(
-            session, submit_job(session, spec, now=service.clock(), expected_plan_hash=wanted)
-        ),
+        lambda session: _submitted(service, session, spec, wanted),
     )
+
+
+def _submitted(service: Service, session: Session, spec: JobSpec, plan_hash: str | None) -> r.JobResource:
+    check_queue_room(session, spec.project)
+    return job_resource(session, submit_job(session, spec, now=service.clock(), expected_plan_hash=plan_hash))
 
 
 @router.get("/jobs", response_model=r.JobPage)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Header
+from fastapi import APIRouter, Depends, Header, Request
 from fastapi.responses import Response
 from sqlalchemy.orm import Session
 
 from orchestrator import resources as r
 from orchestrator.api.auth import Principal, require
-from orchestrator.api.service import Service, ServiceOf, reply
+from orchestrator.api.service import Body, Service, ServiceOf, keyed, note, reply
 from orchestrator.errors import BreakerAbsent, NotFound, PlannerFailed, PreconditionFailed
 from orchestrator.store.attempts import last_attempt
 from orchestrator.store.jobs import LIVE, jobs_in
@@ -138,10 +138,12 @@ def look(service: ServiceOf, _: Reader, kernel: str) -> Response:
 
 @router.put("/kernels/{kernel}/breaker", response_model=r.BreakerResource)
 def change(
+    request: Request,
     service: ServiceOf,
     principal: Operator,
     kernel: str,
     wanted: r.BreakerChange,
+    body: Body,
     if_match: Annotated[str | None, Header(alias="If-Match")] = None,
 ) -> Response:
     """Trip, reset, pin or observe a breaker, for the jobs that live and those to come, or for one job."""
@@ -163,6 +165,7 @@ def change(
             expires_at=None if wanted.expires_in_s is None else now + wanted.expires_in_s,
         )
         session.flush()
+        note(service, session, keyed(request, principal, None, body), str(which), "200")
         breaker = _breaker(session, which)
     service.changed()
     return reply(breaker, headers=_tag(breaker))

@@ -11,6 +11,7 @@ from orchestrator.api._examples import SPEC_BODY
 from orchestrator.api.auth import Principal, require
 from orchestrator.api.jobs import read_spec
 from orchestrator.api.service import Body, IdempotencyHeader, Service, ServiceOf, keyed, replay, reply
+from orchestrator.paths import check_paths
 from orchestrator.store.idempotency import Answer, begin, finish, forget
 from orchestrator.store.jobs import keep_plan
 from worker.contract.plan import PlanReport
@@ -28,8 +29,9 @@ def plan(
 ) -> Response:
     """Plan a job, or refuse it with all reasons. Nothing runs, and no cluster is needed."""
     spec = read_spec(request, body)
+    check_paths(spec, service.settings.path_roots)
     claim = keyed(request, principal, key, body)
-    if claim is None:
+    if claim.key is None:
         return reply(_planned(service, spec))
     # Planning takes too long for a transaction: the key is claimed in one, and the answer kept in another.
     with service.database.write() as session:

@@ -14,17 +14,19 @@ from sqlalchemy.orm import Session
 from orchestrator.api.auth import Authenticator, Principal
 from orchestrator.api.hub import Hub, Pages, StreamPage
 from orchestrator.clock import Clock
+from orchestrator.errors import ServiceError
 from orchestrator.logs import LogStore
 from orchestrator.planner import Planner
 from orchestrator.reconcile.loop import Reconciler
 from orchestrator.settings import Settings
+from orchestrator.store.audit import add_audit
 from orchestrator.store.database import Database
 from orchestrator.store.idempotency import Answer, KeyedRequest, begin, finish
 from orchestrator.timings import Histogram
 
 __all__ = [
-    "JSON", "MAX_INTEGER", "Body", "IdempotencyHeader", "Service", "ServiceOf", "answer_once", "keyed", "replay",
-    "reply",
+    "JSON", "MAX_INTEGER", "Body", "IdempotencyHeader", "Service", "ServiceOf", "answer_once", "keyed", "note",
+    "replay", "reply",
 ]  # fmt: skip
 
 JSON = "application/json"
@@ -83,25 +85,37 @@ def replay(answer: Answer) -> Response:
     return Response(answer.body, status_code=answer.status, media_type=JSON, headers={"Idempotent-Replayed": "true"})
 
 
-def keyed(request: Request, principal: Principal, key: str | None, body: bytes) -> KeyedRequest | None:
-    """Return the request as one that carries a key; None when it carries none."""
-    if key is None:
-        return None
+def keyed(request: Request, principal: Principal, key: str | None, body: bytes) -> KeyedRequest:
+    """Return what identifies a request that changes something."""
     route = f"{request.method} {request.url.path}"
     return KeyedRequest.of(principal.name, route, key, request.url.query, body)
 
 
-def answer_once(
-    service: Service, request: KeyedRequest | None, status: int, work: Callable[[Session], BaseModel]
-) -> Response:
-    """Do ``work`` and keep its answer under the key, all in one transaction; or answer as the first time."""
-    with service.database.write() as session:
-        earlier = None if request is None else begin(session, request, now=service.clock())
-        if earlier is not None:
-            return replay(earlier)
-        model = work(session)
-        if request is not None:
+def answer_once(service: Service, request: KeyedRequest, status: int, work: Callable[[Session], BaseModel]) -> Response:
+    """Do ``work``, note it in the audit and keep its answer under its key, all in one transaction; or answer again.
+
+    A refusal changes nothing, and is noted too.
+    """
+    try:
+        with service.database.write() as session:
+            earlier = begin(session, request, now=service.clock())
+            if earlier is not None:
+                return replay(earlier)
+            model = work(session)
             session.flush()
             finish(session, request, Answer(status, model.model_dump_json()))
+            note(service, session, request, str(getattr(model, "id", "")), str(status))
+    except ServiceError as refused:
+        with service.database.write() as session:
+            note(service, session, request, "", refused.code)
+        raise
     service.changed()
     return reply(model, status=status)
+
+
+def note(service: Service, session: Session, request: KeyedRequest, target: str, outcome: str) -> None:
+    """Write a request into the audit."""
+    add_audit(
+        session, actor=request.caller, action=request.route, target=target, request_hash=request.fingerprint,
+        outcome=outcome, now=service.clock(),
+    )  # fmt: skip

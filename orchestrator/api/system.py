@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from orchestrator.api.service import ServiceOf
+from orchestrator._resource import Resource
+from orchestrator.api.service import ServiceOf, reply
 from orchestrator.exporter import ProcessFigures, registry_of
 from orchestrator.store.jobs import count_by_state
 
@@ -22,23 +25,28 @@ async def healthz() -> dict[str, str]:
     return {"status": "ok"}
 
 
-@router.get("/readyz")
-def readyz(service: ServiceOf) -> JSONResponse:
+class Readiness(Resource):
+    """Whether the service can do its work."""
+
+    status: Literal["ready", "not_ready"]
+    jobs: int
+    last_pass_at: float | None
+    open_streams: int
+
+
+@router.get("/readyz", response_model=Readiness, responses={503: {"model": Readiness, "description": "Not ready"}})
+def readyz(service: ServiceOf) -> Response:
     """The store answers, and this control plane's reconciler (not another one's) has done a pass lately."""
     with service.database.read() as session:
         jobs = sum(count_by_state(session).values())
     last = service.reconciler.last_pass_at
     fresh = last is not None and service.clock() - last < _STALE_S
-    content: dict[str, str | int | float | None] = {
-        "status": "ready" if fresh else "not_ready",
-        "jobs": jobs,
-        "last_pass_at": last,
-    }
-    content["open_streams"] = service.hub.open_streams
-    return JSONResponse(content, 200 if fresh else 503)
+    status: Literal["ready", "not_ready"] = "ready" if fresh else "not_ready"
+    found = Readiness(status=status, jobs=jobs, last_pass_at=last, open_streams=service.hub.open_streams)
+    return reply(found, status=200 if fresh else 503)
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 def metrics(service: ServiceOf) -> Response:
     """All series in Prometheus' text format."""
     registry = registry_of(

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from orchestrator import resources as r
 from orchestrator.cli import _console as c
+from orchestrator.cli.admin import add_admin_commands
 from orchestrator.cli.demo import run_demo
 from orchestrator.cli.follow import follow
 from orchestrator.cli.kernels import AsJson, Url, add_kernel_commands
@@ -30,6 +31,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(no_args_is_help=True, add_completion=True, help="Submit, watch and steer training jobs.")
 add_kernel_commands(app)
+add_admin_commands(app)
 SpecFile = Annotated[Path, typer.Argument(help="Job spec, YAML or JSON.")]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Stay until the end.")]
 

@@ -1,116 +1,222 @@
-"""QUEUED -> STARTING for whole gangs that fit, FAILED for those that never can, a stated reason for the rest."""
+"""QUEUED -> STARTING for whole gangs that fit, FAILED for those that never can, a stated reason for the rest.
+
+All decisions of a pass are made on one look at store and cluster, and written in a few transactions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 from sqlalchemy.orm import Session
 
 from orchestrator.errors import LauncherUnavailable, StaleWrite
 from orchestrator.launcher_api import Resources
+from orchestrator.quota import Quota, Usage
 from orchestrator.reconcile.context import Context
-from orchestrator.reconcile.decide import Admission, Waiting, decide_admissions, demand_of
-from orchestrator.store.attempts import last_attempt, new_attempt
-from orchestrator.store.jobs import jobs_in
+from orchestrator.reconcile.decide import demand_of
+from orchestrator.reconcile.queueing import Admission, Waiting, WaitReason, decide_admissions
+from orchestrator.store.attempts import last_attempts, new_attempt
+from orchestrator.store.jobs import conditions_of_type, jobs_in
 from orchestrator.store.kernels import breaker_rows, policy_for
-from orchestrator.store.models import Job
+from orchestrator.store.models import Condition, Job
+from orchestrator.store.quotas import quotas_for
 from orchestrator.store.swaps import swaps_of
-from orchestrator.store.transitions import change_state, locked_job, set_condition
+from orchestrator.store.transitions import Note, change_state, note_all, set_condition
 from worker.contract.spec import JobSpec
 from worker.contract.states import JobState, Reason
 
-__all__ = ["admit_queued"]
+__all__ = ["CONDITION", "admit_queued", "usage_by_project"]
 
 CONDITION = "Admitted"
+_BATCH = 200
+"""Jobs that are written in one transaction: others may write between two."""
+_SHOWN = 50
+"""Of so many at the head of the queue a message is written anew when only its figures have changed."""
+_HOLDING = (JobState.STARTING, JobState.RUNNING, JobState.STOPPING)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a spec asks for."""
+
+    project: str
+    priority: int
+    worker: Resources
+    workers: int
+
+
+@lru_cache(maxsize=8192)
+def _asked(spec_json: str) -> _Asked:
+    spec = JobSpec.model_validate_json(spec_json)
+    return _Asked(spec.project, spec.priority, demand_of(spec), spec.world_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Queue:
+    """One look at the store."""
+
+    jobs: Sequence[Job]
+    noted: Mapping[str, Condition]
+    planned_bytes: Mapping[str, float]
+    reserved: Resources
+    quotas: Mapping[str, Quota]
+    used: Mapping[str, Usage]
+    making_room: bool
 
 
 def admit_queued(context: Context) -> int:
     """Decide about every job in the queue; return how many started."""
     with context.database.read() as session:
-        jobs = sorted(jobs_in(session, JobState.QUEUED), key=_turn)
-        reserved = _reserved(session) if jobs else Resources()
-    if not jobs:
+        queue = _look(session)
+    if not queue.jobs:
         return 0
     try:
         capacity = context.launcher.capacity()
     except LauncherUnavailable as error:
-        for job in jobs:
-            _note(context, job, "Unknown", "launcher_unavailable", str(error))
-        return 0
-    waiting = [_waiting(job, context.clock()) for job in jobs]
-    decisions = decide_admissions(waiting, capacity, reserved)
-    return sum(_apply(context, job, decision) for job, decision in zip(jobs, decisions, strict=True))
+        unknown = [Admission(job_id=job.id, message=str(error)) for job in queue.jobs]
+        return _write(context, queue, unknown)
+    now = context.clock()
+    waiting = [_waiting(job, queue, now) for job in queue.jobs]
+    decisions = decide_admissions(
+        waiting, capacity, queue.reserved, quotas=queue.quotas, used=queue.used, making_room=queue.making_room
+    )
+    return _write(context, queue, _spared(context, decisions))
 
 
-def _turn(job: Job) -> tuple[int, int]:
-    """Sort key: the highest priority first, then the oldest."""
-    return -JobSpec.model_validate_json(job.spec).priority, job.number
+def _spared(context: Context, decisions: Sequence[Admission]) -> list[Admission]:
+    """Let a job that had room once wait for it to come back: what a lost node leaves is not all that there will be."""
+    refused = [decision.job_id for decision in decisions if decision.errors]
+    if not refused:
+        return list(decisions)
+    with context.database.read() as session:
+        ran_before = last_attempts(session, refused).keys()
+    return [_waits(decision) if decision.job_id in ran_before else decision for decision in decisions]
 
 
-def _waiting(job: Job, now: float) -> Waiting:
-    spec = JobSpec.model_validate_json(job.spec)
-    waited_s = now - job.created_at
-    return Waiting(job_id=job.id, worker=demand_of(spec), workers=spec.world_size, waited_s=waited_s)
+def _waits(refused: Admission) -> Admission:
+    text = "; ".join(error.message for error in refused.errors)
+    return Admission(job_id=refused.job_id, reason=WaitReason.CAPACITY, message=text)
 
 
-def _reserved(session: Session) -> Resources:
+def usage_by_project(session: Session) -> dict[str, Usage]:
+    """Return what the jobs of each project hold or were promised."""
+    return _usage(jobs_in(session, *_HOLDING))
+
+
+def _usage(holding: Sequence[Job]) -> dict[str, Usage]:
+    used: dict[str, Usage] = {}
+    for job in holding:
+        asked = _asked(job.spec)
+        used[asked.project] = used.get(asked.project, Usage()).plus(asked.worker.times(asked.workers))
+    return used
+
+
+def _look(session: Session) -> _Queue:
+    jobs = jobs_in(session, JobState.QUEUED)
+    holding = jobs_in(session, *_HOLDING) if jobs else ()
+    return _Queue(
+        jobs=jobs,
+        noted=conditions_of_type(session, CONDITION, JobState.QUEUED) if jobs else {},
+        planned_bytes={job.id: float(job.planned_bytes or 0) for job in jobs},
+        reserved=_reserved(session, [job for job in holding if job.state == JobState.STARTING]),
+        quotas=quotas_for(session, {_asked(job.spec).project for job in jobs}),
+        used=_usage(holding),
+        making_room=any(job.state == JobState.STOPPING and job.reason == Reason.PREEMPTED for job in holding),
+    )
+
+
+def _waiting(job: Job, queue: _Queue, now: float) -> Waiting:
+    asked = _asked(job.spec)
+    return Waiting(
+        job_id=job.id,
+        worker=asked.worker,
+        workers=asked.workers,
+        waited_s=now - job.state_since,
+        project=asked.project,
+        priority=asked.priority,
+        planned_bytes=queue.planned_bytes[job.id],
+    )
+
+
+def _reserved(session: Session, starting: Sequence[Job]) -> Resources:
     """What jobs will take that have started and do not hold their resources yet."""
-    starting: Sequence[Job] = jobs_in(session, JobState.STARTING)
+    attempts = last_attempts(session, [job.id for job in starting])
     total = Resources()
     for job in starting:
-        attempt = last_attempt(session, job.id)
-        if attempt is not None and attempt.placed_at is None:
-            spec = JobSpec.model_validate_json(job.spec)
-            total += demand_of(spec).times(spec.world_size)
+        if job.id in attempts and attempts[job.id].placed_at is None:
+            asked = _asked(job.spec)
+            total += asked.worker.times(asked.workers)
     return total
 
 
-def _apply(context: Context, job: Job, decision: Admission) -> bool:
-    if not decision.start and (not decision.errors or _ran_before(context, job)):
-        text = decision.message or "; ".join(error.message for error in decision.errors)
-        _note(context, job, "False", "waiting_for_capacity", text)
-        return False
-    now = context.clock()
-    try:
+def _write(context: Context, queue: _Queue, decisions: Sequence[Admission]) -> int:
+    started, changed = 0, False
+    due = [
+        (job, decision)
+        for place, (job, decision) in enumerate(zip(queue.jobs, decisions, strict=True))
+        if _is_news(decision, queue.noted.get(job.id), place)
+    ]
+    moving = [(job, decision) for job, decision in due if decision.start or decision.errors]
+    for begin in range(0, len(moving), _BATCH):
         with context.database.write() as session:
-            if decision.errors:
-                _refuse(session, context, job, decision, now)
-            else:
-                row = change_state(session, job.id, JobState.STARTING, guard=context.guard(job), now=now)
-                policy = policy_for(breaker_rows(session), swaps_of(session, job.id), job.id)
-                attempt = new_attempt(session, row, now=now, epoch=policy.epoch)
-                set_condition(session, row, CONDITION, "True", "admitted", f"attempt {attempt.number} starts", now=now)
+            done = [_apply(session, context, job, decision) for job, decision in moving[begin : begin + _BATCH]]
+        started += sum(moved and found.start for moved, (_, found) in zip(done, moving[begin:], strict=False))
+        changed |= any(done)
+    notes = [_note(job, decision) for job, decision in due if not (decision.start or decision.errors)]
+    for begin in range(0, len(notes), _BATCH):
+        with context.database.write() as session:
+            changed |= note_all(session, CONDITION, notes[begin : begin + _BATCH], now=context.clock())
+    if changed:
+        context.changed()
+    return started
+
+
+def _is_news(decision: Admission, noted: Condition | None, place: int) -> bool:
+    if decision.start or decision.errors or noted is None:
+        return True
+    _, reason = _status(decision)
+    return noted.reason != reason or (place < _SHOWN and noted.message != decision.message)
+
+
+def _status(decision: Admission) -> tuple[str, str]:
+    return ("Unknown", "launcher_unavailable") if decision.reason is None else ("False", str(decision.reason))
+
+
+def _note(job: Job, decision: Admission) -> Note:
+    status, reason = _status(decision)
+    return Note(job_id=job.id, version=job.version, status=status, reason=reason, message=decision.message)
+
+
+def _apply(session: Session, context: Context, job: Job, decision: Admission) -> bool:
+    """Start or refuse a job; False when it was cancelled or paused meanwhile, and nothing was written."""
+    try:
+        if decision.errors:
+            _refuse(session, context, job, decision)
+        else:
+            _start(session, context, job)
     except StaleWrite:
-        return False  # cancelled meanwhile
-    context.changed()
-    return decision.start
+        return False
+    return True
 
 
-def _ran_before(context: Context, job: Job) -> bool:
-    """A job that had room once waits for it to come back: what a lost node leaves is not all that there will be."""
-    with context.database.read() as session:
-        return last_attempt(session, job.id) is not None
+def _start(session: Session, context: Context, job: Job) -> None:
+    now = context.clock()
+    row = change_state(session, job.id, JobState.STARTING, guard=context.guard(job), now=now)
+    policy = policy_for(breaker_rows(session), swaps_of(session, job.id), job.id)
+    attempt = new_attempt(session, row, now=now, epoch=policy.epoch)
+    set_condition(session, row, CONDITION, "True", "admitted", f"attempt {attempt.number} starts", now=now)
 
 
-def _refuse(session: Session, context: Context, job: Job, decision: Admission, now: float) -> None:
+def _refuse(session: Session, context: Context, job: Job, decision: Admission) -> None:
     change_state(
         session,
         job.id,
         JobState.FAILED,
         guard=context.guard(job),
-        now=now,
+        now=context.clock(),
         reason=Reason.INFEASIBLE,
         message="; ".join(error.message for error in decision.errors),
         errors=decision.errors,
     )
-
-
-def _note(context: Context, job: Job, status: str, reason: str, message: str) -> None:
-    with context.database.write() as session:
-        row = locked_job(session, job.id)
-        if row.version != job.version:
-            return
-        changed = set_condition(session, row, CONDITION, status, reason, message, now=context.clock())
-        row.message = message
-    if changed:
-        context.changed()

@@ -2,99 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from orchestrator.launcher_api import Capacity, Resources
-from worker.contract.errors import FieldError
+from orchestrator.launcher_api import Resources
 from worker.contract.spec import JobSpec
 from worker.contract.states import JobState, Reason
 
 __all__ = [
-    "STARVATION_S", "STOP_AGAIN_S", "Admission", "AttemptAction", "AttemptView", "End", "Waiting", "decide_admissions",
-    "decide_attempt", "decide_end", "demand_of",
+    "STOP_AGAIN_S", "AttemptAction", "AttemptView", "End", "decide_attempt", "decide_end", "demand_of",
 ]  # fmt: skip
 
-STARVATION_S = 300.0
-"""A job that waited this long is passed by no other."""
 STOP_AGAIN_S = 5.0
 """Pause between two requests to stop."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
-    """A job in the queue."""
-
-    job_id: str
-    worker: Resources
-    """What one worker needs."""
-    workers: int
-    waited_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admission:
-    """What becomes of a waiting job: it starts, can never start (``errors``), or waits for ``message``."""
-
-    job_id: str
-    start: bool = False
-    errors: tuple[FieldError, ...] = ()
-    message: str = ""
 
 
 def demand_of(spec: JobSpec) -> Resources:
     """Return what one worker of a job needs."""
     need = spec.resources
     return Resources(need.cpus_per_worker, need.gpus_per_worker, float(need.memory_bytes_per_worker or 0))
-
-
-def decide_admissions(waiting: Sequence[Waiting], capacity: Capacity, reserved: Resources) -> list[Admission]:
-    """Admit whole gangs, oldest first; a smaller job may pass one that does not fit, until that one has starved.
-
-    Args:
-        waiting: the queue, oldest first.
-        capacity: what the cluster has.
-        reserved: promised to jobs that have started and do not hold it yet.
-    """
-    free, blocked_by, decisions = capacity.free - reserved, "", []
-    for job in waiting:
-        impossible = _impossible(job, capacity)
-        asked = job.worker.times(job.workers)
-        if impossible:
-            decisions.append(Admission(job_id=job.job_id, errors=impossible))
-        elif blocked_by:
-            decisions.append(Admission(job_id=job.job_id, message=f"waits behind job {blocked_by}, which came first"))
-        elif free.holds(job.worker) >= job.workers:
-            free -= asked
-            decisions.append(Admission(job_id=job.job_id, start=True))
-        else:
-            text = f"{job.workers} workers ask for {asked} at once; {free} are free now"
-            if not capacity.nodes:
-                text = "the cluster has no live machine; if it is not coming up, 'dmuonctl down' and 'up' start anew"
-            decisions.append(Admission(job_id=job.job_id, message=text))
-            blocked_by = job.job_id if job.waited_s > STARVATION_S else ""
-    return decisions
-
-
-def _impossible(job: Waiting, capacity: Capacity) -> tuple[FieldError, ...]:
-    if not capacity.nodes:
-        return ()  # a cluster without nodes is one that is coming up
-    largest = max(capacity.nodes, key=lambda node: (node.holds(job.worker), node.cpus, node.gpus))
-    if largest.holds(job.worker) < 1:
-        message = f"a worker asks for {job.worker}; the largest machine has {largest}"
-        cure = "Ask for less in /resources."
-        return (FieldError(pointer="/resources", code="infeasible", message=message, suggestion=cure),)
-    places = int(sum(node.holds(job.worker) for node in capacity.nodes))
-    if places < job.workers:
-        total = sum(capacity.nodes, Resources())
-        message = (
-            f"{job.workers} workers ask for {job.worker.times(job.workers)}; the cluster's {len(capacity.nodes)} "
-            f"machine(s) have {total}, room for {places}"
-        )
-        cure = f"Use at most {places} workers in /mesh, or ask for less in /resources."
-        return (FieldError(pointer="/mesh", code="infeasible", message=message, suggestion=cure),)
-    return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ from orchestrator.store.idempotency import forget_old
 from orchestrator.store.jobs import jobs_in
 from orchestrator.store.kernels import breaker_rows, expire_breakers
 from orchestrator.store.leases import acquire, release
+from orchestrator.store.pruning import old_jobs, prune_audit, prune_job
 from orchestrator.store.transitions import LEASE
 from worker.contract.states import JobState
 
@@ -36,9 +37,14 @@ __all__ = ["Reconciler"]
 
 _log = logging.getLogger(__name__)
 _SWEEP_S = 3600.0
+_PRUNED_AT_ONCE = 20
+_REST = 2.0
+"""Pause after a pass, in terms of the CPU time that it took."""
 _DRIVERS = 8
 _CAPACITY_S = 10.0
 """How often the cluster's capacity is looked at for those who watch; admission asks for itself."""
+_LOOK = "capacity"
+"""Stands among the ids of driven jobs: a cluster that does not say what it has holds up no job."""
 
 
 class Reconciler:
@@ -59,6 +65,7 @@ class Reconciler:
         checkpoints: Path | None = None,
         logs: LogStore | None = None,
         log_quota_bytes: int = 32 << 20,
+        history_s: float = math.inf,
     ) -> None:
         self.context = Context(
             database=database,
@@ -72,12 +79,12 @@ class Reconciler:
             log_quota_bytes=log_quota_bytes,
         )
         self._interval_s, self._lease_s, self._timed = interval_s, lease_s, timed
+        self._history_s, self._patience_s = history_s, patience_s
         self._stop = threading.Event()
         self._wake = (threading.Event(), threading.Event())
         self._threads: list[threading.Thread] = []
         self._drivers = Drivers(_DRIVERS)
         self._driven: dict[str, Future[None]] = {}
-        self._patience_s = patience_s
         self._next_sweep, self._next_look, self._renew_at = 0.0, -math.inf, -math.inf
         self.last_pass_at: float | None = None
         """Wall clock at the end of the last pass; None before the first."""
@@ -117,7 +124,6 @@ class Reconciler:
         preempt_for_priority(self.context)
         admit_queued(self.context)
         self._drive_all()
-        self._look_at_capacity()
         self._sweep()
         self.last_pass_at = self.context.clock()
         self._timed(time.perf_counter() - began)
@@ -129,6 +135,8 @@ class Reconciler:
         for job in jobs:
             if job.id not in self._driven:
                 self._driven[job.id] = self._drivers.submit(partial(drive_attempt, self.context, job.id))
+        if _LOOK not in self._driven and self.context.clock() >= self._next_look:
+            self._driven[_LOOK] = self._drivers.submit(self._look_at_capacity)
         # A pass that is made by hand has nobody who would make the next one: it is waited for.
         wait(self._driven.values(), timeout=self._patience_s if self._threads else None)
         for job_id, future in [(key, one) for key, one in self._driven.items() if one.done()]:
@@ -154,10 +162,7 @@ class Reconciler:
         return held
 
     def _look_at_capacity(self) -> None:
-        now = self.context.clock()
-        if now < self._next_look:
-            return
-        self._next_look = now + _CAPACITY_S
+        self._next_look = self.context.clock() + _CAPACITY_S
         try:
             self.capacity = self.context.launcher.capacity()
         except LauncherUnavailable as error:
@@ -180,9 +185,20 @@ class Reconciler:
         self._next_sweep = now + _SWEEP_S
         with self.context.database.write() as session:
             forget_old(session, now=now)
+            prune_audit(session, before=now - 4 * self._history_s)
+        with self.context.database.read() as session:
+            old = old_jobs(session, ended_before=now - self._history_s, limit=_PRUNED_AT_ONCE)
+        for job_id in old:
+            if self.context.logs is not None:
+                self.context.logs.remove(job_id)
+            with self.context.database.write() as session:
+                prune_job(session, job_id, now=now)
+        if len(old) == _PRUNED_AT_ONCE:
+            self._next_sweep = now  # the next pass goes on
 
     def _loop(self, once: Callable[[], None], wake: threading.Event) -> None:
         while not self._stop.is_set():
+            began = time.thread_time()
             try:
                 once()
             except LeaseLost as lost:
@@ -190,5 +206,7 @@ class Reconciler:
                 _log.warning("%s", lost)
             except Exception:
                 _log.exception("a pass of the reconciler failed; the next one tries again")
+            # However often it is woken, two thirds of the time are left to those who ask.
+            self._stop.wait(min(1.0, _REST * (time.thread_time() - began)))
             wake.wait(self._interval_s)
             wake.clear()

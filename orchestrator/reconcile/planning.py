@@ -55,6 +55,7 @@ def _queue(context: Context, job: Job, plan: PlanReport) -> bool:
             message = f"planned: {plan.world_size} workers, plan {plan.plan_hash[:12]}"
             row = change_state(session, job.id, JobState.QUEUED, guard=context.guard(job), now=now, message=message)
             row.plan_hash = plan.plan_hash
+            row.planned_bytes = max((rank.peak_bytes for rank in plan.ranks), default=None)
             set_condition(session, row, CONDITION, "True", "planned", message, now=now)
     except StaleWrite:
         return False  # cancelled while it was planned

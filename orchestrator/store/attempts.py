@@ -15,8 +15,8 @@ from worker.contract.errors import ErrorValue
 from worker.contract.messages import AttemptEnd, Entry, Milestone, PollBatch, RankError, RankReport
 
 __all__ = [
-    "append_batch", "attempt_by_id", "attempts_of", "count_restarts", "errors_of", "last_attempt", "new_attempt",
-    "reports_at", "reports_of_steps", "totals_of",
+    "append_batch", "attempt_by_id", "attempts_of", "count_restarts", "errors_of", "last_attempt", "last_attempts",
+    "new_attempt", "reports_at", "reports_of_steps", "totals_of",
 ]  # fmt: skip
 
 
@@ -44,6 +44,12 @@ def last_attempt(session: Session, job_id: str) -> Attempt | None:
     """Return the newest attempt of a job; None before the first."""
     query = select(Attempt).where(Attempt.job_id == job_id).order_by(Attempt.number.desc()).limit(1)
     return session.scalar(query)
+
+
+def last_attempts(session: Session, job_ids: Sequence[str]) -> dict[str, Attempt]:
+    """Return the newest attempt of each job that has any."""
+    rows = session.scalars(select(Attempt).where(Attempt.job_id.in_(job_ids)).order_by(Attempt.number))
+    return {row.job_id: row for row in rows}
 
 
 def attempts_of(session: Session, job_id: str) -> Sequence[Attempt]:
@@ -134,7 +140,8 @@ def _raise_totals(session: Session, attempt: Attempt, rank: int, body: RankRepor
 
 def totals_of(session: Session, attempt_ids: Iterable[int]) -> dict[int, dict[int, RankReport]]:
     """Return the last report of every rank, by attempt and rank."""
-    rows = session.scalars(select(RankTotals).where(RankTotals.attempt_id.in_(list(attempt_ids))))
+    wanted = list(attempt_ids)
+    rows = session.scalars(select(RankTotals).where(RankTotals.attempt_id.in_(wanted))) if wanted else ()
     found: dict[int, dict[int, RankReport]] = {}
     for row in rows:
         found.setdefault(row.attempt_id, {})[row.rank] = RankReport.model_validate_json(row.body)
@@ -169,9 +176,12 @@ def reports_of_steps(session: Session, attempt_id: int, after: int, limit: int) 
 
 def errors_of(session: Session, attempt_ids: Iterable[int]) -> list[tuple[int, ErrorValue]]:
     """Return every rank's error as (attempt id, error), in the order in which they came."""
+    wanted = list(attempt_ids)
+    if not wanted:
+        return []
     query = (
         select(RankErrorRow)
-        .where(RankErrorRow.attempt_id.in_(list(attempt_ids)))
+        .where(RankErrorRow.attempt_id.in_(wanted))
         .order_by(RankErrorRow.attempt_id, RankErrorRow.seq)
     )
     return [(row.attempt_id, ErrorValue.model_validate_json(row.body)) for row in session.scalars(query)]

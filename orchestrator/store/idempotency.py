@@ -14,23 +14,26 @@ from orchestrator.store.models import IdempotencyKey
 __all__ = ["KEEP_S", "RUNNING_S", "Answer", "KeyedRequest", "begin", "finish", "forget", "forget_old"]
 
 KEEP_S = 48 * 3600.0
+_MAX_ROUTE = 255
 RUNNING_S = 600.0
 """After this a request without an answer is taken for one whose server died."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyedRequest:
-    """A request that carries a key."""
+    """A request that changes something; one without a key is done again when it is sent again."""
 
     caller: str
     route: str
-    key: str
+    key: str | None
     fingerprint: str
 
     @classmethod
-    def of(cls, caller: str, route: str, key: str, query: str, body: bytes) -> KeyedRequest:
+    def of(cls, caller: str, route: str, key: str | None, query: str, body: bytes) -> KeyedRequest:
         """Return the request with the fingerprint of all that its answer depends on."""
-        text = hashlib.sha256(f"{route}\0{query}\0".encode() + body).hexdigest()
+        text = hashlib.sha256(f"{route}\0{query}\0".encode("utf-8", "replace") + body).hexdigest()
+        if len(route) > _MAX_ROUTE:  # longer than its column: what does not fit is told apart by its hash
+            route = route[: _MAX_ROUTE - 64] + hashlib.sha256(route.encode("utf-8", "replace")).hexdigest()
         return cls(caller, route, key, text)
 
 
@@ -49,6 +52,8 @@ def begin(session: Session, request: KeyedRequest, *, now: float) -> Answer | No
         IdempotencyMismatch: the key belongs to a request with another body.
         IdempotencyRunning: the first request is not done.
     """
+    if request.key is None:
+        return None
     identity = (request.caller, request.route, request.key)
     row = session.get(IdempotencyKey, identity, with_for_update=True)
     if row is not None and row.status is None and now - row.created_at > RUNNING_S:
@@ -72,13 +77,17 @@ def begin(session: Session, request: KeyedRequest, *, now: float) -> Answer | No
 
 
 def finish(session: Session, request: KeyedRequest, answer: Answer) -> None:
-    """Store the answer, for the next request with the key."""
+    """Store the answer, for the next request with the key, if there is one."""
+    if request.key is None:
+        return
     row = session.get_one(IdempotencyKey, (request.caller, request.route, request.key))
     row.status, row.body = answer.status, answer.body
 
 
 def forget(session: Session, request: KeyedRequest) -> None:
     """Free a key whose request failed, so that it can be tried again."""
+    if request.key is None:
+        return
     row = session.get(IdempotencyKey, (request.caller, request.route, request.key))
     if row is not None:
         session.delete(row)

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import func, or_, select
+from sqlalchemy import and_, func, or_, select
 from sqlalchemy.orm import Session
 
 from orchestrator.errors import InvalidPageToken, JobFinished, NotFound
@@ -21,9 +21,9 @@ from worker.contract.spec import JobSpec
 from worker.contract.states import JobState, Reason
 
 __all__ = [
-    "JobFilter", "cancel_job", "conditions_of", "count_by_reason", "count_by_state", "events_after", "find_job",
-    "jobs_in", "jobs_shown", "keep_plan", "last_event_at", "last_events", "list_jobs", "plan_of", "queue_waits",
-    "submit_job",
+    "JobFilter", "cancel_job", "conditions_of", "conditions_of_type", "count_by_reason", "count_by_state",
+    "events_after", "events_of_kinds", "find_job", "jobs_ahead", "jobs_in", "jobs_shown", "keep_plan",
+    "last_event_at", "last_events", "list_jobs", "plan_of", "queue_waits", "submit_job",
 ]  # fmt: skip
 
 _LAST_EVENT = 2**31 - 2
@@ -48,6 +48,7 @@ def submit_job(session: Session, spec: JobSpec, *, now: float, expected_plan_has
         name=spec.name,
         project=spec.project,
         spec=spec.model_dump_json(),
+        priority=spec.priority,
         expected_plan_hash=expected_plan_hash,
         state=JobState.SUBMITTED,
         version=1,
@@ -173,6 +174,19 @@ def events_after(session: Session, job_id: str, seq: int, limit: int) -> Sequenc
     return session.scalars(query).all()
 
 
+def events_of_kinds(session: Session, job_id: str, kinds: Sequence[str], limit: int) -> Sequence[Event]:
+    """Return the last ``limit`` events of some kinds, in order."""
+    query = select(Event).where(Event.job_id == job_id, Event.kind.in_(kinds)).order_by(Event.seq.desc()).limit(limit)
+    return session.scalars(query).all()[::-1]
+
+
+def jobs_ahead(session: Session, job: Job) -> int:
+    """Return how many jobs of the queue were submitted before ``job`` or have a higher priority."""
+    before = or_(Job.priority > job.priority, and_(Job.priority == job.priority, Job.number < job.number))
+    query = select(func.count()).select_from(Job).where(Job.state == JobState.QUEUED, before)
+    return int(session.scalar(query) or 0)
+
+
 def last_events(session: Session, job_ids: Sequence[str]) -> dict[str, int]:
     """Return the number of each job's last event, of those that exist."""
     found: dict[str, int] = {}
@@ -192,6 +206,12 @@ def last_event_at(session: Session, job_id: str, kind: str) -> float | None:
 def conditions_of(session: Session, job_id: str) -> Sequence[Condition]:
     """Return the job's conditions by type."""
     return session.scalars(select(Condition).where(Condition.job_id == job_id).order_by(Condition.type)).all()
+
+
+def conditions_of_type(session: Session, kind: str, state: JobState) -> dict[str, Condition]:
+    """Return the conditions of one type, by job, of all jobs in a state."""
+    query = select(Condition).join(Job, Job.id == Condition.job_id).where(Condition.type == kind, Job.state == state)
+    return {row.job_id: row for row in session.scalars(query)}
 
 
 def count_by_state(session: Session) -> dict[str, int]:

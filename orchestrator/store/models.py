@@ -8,8 +8,9 @@ from sqlalchemy import Text as _PlainText
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 __all__ = [
-    "Attempt", "Base", "Breaker", "BreakerTransition", "Condition", "Event", "IdempotencyKey", "Job", "JobLabel",
-    "KernelSwap", "Lease", "Plan", "RankErrorRow", "RankReportRow", "RankTotals", "RuntimeTransition",
+    "Attempt", "AuditRow", "Base", "Breaker", "BreakerTransition", "Condition", "Event", "IdempotencyKey", "Job",
+    "JobLabel", "KernelSwap", "Lease", "Plan", "QuotaRow", "RankErrorRow", "RankReportRow", "RankTotals",
+    "RuntimeTransition",
 ]  # fmt: skip
 
 _Big = BigInteger().with_variant(Integer, "sqlite")
@@ -88,6 +89,9 @@ class Job(Base):
     created_at: Mapped[float] = mapped_column(Float)
     state_since: Mapped[float] = mapped_column(Float)
     queue_wait_s: Mapped[float | None] = mapped_column(Float)
+    priority: Mapped[int] = mapped_column(Integer, default=0, server_default="0")
+    planned_bytes: Mapped[int | None] = mapped_column(_Big)
+    """Memory that the plan foresees on its fullest rank; None: no plan, or one that does not say."""
     finished_at: Mapped[float | None] = mapped_column(Float, index=True)
     last_event: Mapped[int] = mapped_column(Integer, default=0)
 
@@ -274,6 +278,37 @@ class RuntimeTransition(Base):
     reason: Mapped[str] = mapped_column(Text)
     step: Mapped[int] = mapped_column(_Big)
     at: Mapped[float] = mapped_column(Float)
+
+
+class QuotaRow(Base):
+    """What a project may use at once; None is no bound. ``*`` counts for each project without a row."""
+
+    __tablename__ = "quotas"
+
+    project: Mapped[str] = mapped_column(String(64), primary_key=True)
+    cpus: Mapped[float | None] = mapped_column(Float)
+    gpus: Mapped[float | None] = mapped_column(Float)
+    memory_bytes: Mapped[int | None] = mapped_column(_Big)
+    jobs: Mapped[int | None] = mapped_column(Integer)
+    waiting_jobs: Mapped[int | None] = mapped_column(Integer)
+    version: Mapped[int] = mapped_column(Integer)
+    actor: Mapped[str] = mapped_column(String(64))
+    changed_at: Mapped[float] = mapped_column(Float)
+
+
+class AuditRow(Base):
+    """A request that was to change something, and what came of it. Written with the change, in its transaction."""
+
+    __tablename__ = "audit"
+
+    number: Mapped[int] = mapped_column(_Big, primary_key=True, autoincrement=True)
+    at: Mapped[float] = mapped_column(Float, index=True)
+    actor: Mapped[str] = mapped_column(String(64))
+    action: Mapped[str] = mapped_column(Text)
+    target: Mapped[str] = mapped_column(Text)
+    request_hash: Mapped[str] = mapped_column(String(64))
+    """SHA-256 over method, path, query and body."""
+    outcome: Mapped[str] = mapped_column(String(64))
 
 
 class Lease(Base):

@@ -14,7 +14,7 @@ from orchestrator.store.models import Condition, Event, Job, Lease
 from worker.contract.errors import FieldError
 from worker.contract.states import JobState, Reason, check_transition
 
-__all__ = ["LEASE", "Guard", "Value", "add_event", "change_state", "locked_job", "set_condition"]
+__all__ = ["LEASE", "Guard", "Note", "Value", "add_event", "change_state", "locked_job", "note_all", "set_condition"]
 
 LEASE = "reconciler"
 Value = str | int | float | bool | None
@@ -99,6 +99,52 @@ def add_event(
     session.add(row)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """A condition to be recorded, of a job as it was when ``version`` was read."""
+
+    job_id: str
+    version: int
+    status: str
+    reason: str
+    message: str
+
+
+def note_all(session: Session, kind: str, notes: Sequence[Note], *, now: float) -> bool:
+    """Record one type of condition, and what is shown of it, on many jobs at once; those that moved on are left alone.
+
+    Returns:
+        True when the status or reason of any changed.
+    """
+    ids = [note.job_id for note in notes]
+    jobs = {job.id: job for job in session.scalars(select(Job).where(Job.id.in_(ids)).with_for_update())}
+    query = select(Condition).where(Condition.type == kind, Condition.job_id.in_(ids))
+    rows = {row.job_id: row for row in session.scalars(query)}
+    changed = False
+    with session.no_autoflush:  # all is written together at the end
+        for note in notes:
+            job = jobs.get(note.job_id)
+            if job is None or job.version != note.version:
+                continue
+            job.message = note.message
+            row = rows.get(job.id)
+            if row is None:
+                row = Condition(job_id=job.id, type=kind, status="", reason="", message="", data="{}", since=now)
+                session.add(row)
+            changed |= _change(session, job, row, note.status, note.reason, note.message, now)
+    return changed
+
+
+def _change(session: Session, job: Job, row: Condition, status: str, reason: str, message: str, now: float) -> bool:
+    changed = (row.status, row.reason) != (status, reason)
+    row.message = message
+    if changed:
+        row.status, row.reason, row.since = status, reason, now
+        data: dict[str, Value] = {"type": row.type, "status": status, "reason": reason}
+        add_event(session, job, "condition", message, now=now, data=data)
+    return changed
+
+
 def set_condition(
     session: Session,
     job: Job,
@@ -119,9 +165,5 @@ def set_condition(
     if row is None:
         row = Condition(job_id=job.id, type=kind, status="", reason="", message="", since=now)
         session.add(row)
-    changed = (row.status, row.reason) != (status, reason)
-    row.message, row.data = message, json.dumps(data or {})
-    if changed:
-        row.status, row.reason, row.since = status, reason, now
-        add_event(session, job, "condition", message, now=now, data={"type": kind, "status": status, "reason": reason})
-    return changed
+    row.data = json.dumps(data or {})
+    return _change(session, job, row, status, reason, message, now)

@@ -14,7 +14,7 @@ from tests.orchestrator.fakes import FakeLauncher, FakePlanner
 def run(state_dir: Path, port: int, delay_s: float) -> None:
     launcher = FakeLauncher()
     launcher.delay_s = delay_s
-    app = create_app(Settings(state_dir=state_dir, port=port), launcher, FakePlanner())
+    app = create_app(Settings.from_environment(state_dir=state_dir, port=port), launcher, FakePlanner())
     serve(app, "127.0.0.1", port)
     heavy = {"torch", "transformers", "dmuon_runtime"} & set(sys.modules)
     print(f"ended; launcher closed: {launcher.closed}; heavy: {sorted(heavy)}", flush=True)

@@ -6,14 +6,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.launcher_api import Capacity, Resources
 from orchestrator.reconcile.decide import (
-    STARVATION_S,
     AttemptAction,
     AttemptView,
     End,
-    Waiting,
-    decide_admissions,
     decide_attempt,
     decide_end,
 )
@@ -62,44 +58,6 @@ def test_what_was_completed_stays_completed() -> None:
     assert decide_end(CANCELLED, COMPLETED) is COMPLETED
     assert decide_end(CANCELLED, FAILED) is CANCELLED
     assert decide_end(None, FAILED) is FAILED
-
-
-def waiting(name: str, workers: int = 1, cpus: float = 1.0, waited_s: float = 0.0) -> Waiting:
-    return Waiting(job_id=name, worker=Resources(cpus), workers=workers, waited_s=waited_s)
-
-
-def started(jobs: list[Waiting], total: float, free: float, reserved: float = 0.0) -> str:
-    capacity = Capacity((Resources(total),), Resources(free))
-    return "".join(d.job_id for d in decide_admissions(jobs, capacity, Resources(reserved)) if d.start)
-
-
-def test_gangs_are_admitted_whole_and_in_order() -> None:
-    jobs = [waiting("a", 2), waiting("b", 3), waiting("c", 1)]
-    assert started(jobs, 8, 8) == "abc"
-    assert started(jobs, 8, 4) == "ac"  # a small one may pass
-    assert started(jobs, 8, 1) == "c"
-    assert started(jobs, 8, 4, reserved=3) == "c"
-
-
-def test_a_job_that_starved_is_passed_by_none() -> None:
-    jobs = [waiting("a", 4, waited_s=STARVATION_S + 1), waiting("b")]
-    assert started(jobs, 4, 2) == ""
-    assert started(jobs, 8, 8) == "ab"
-
-
-def test_room_is_counted_by_machine() -> None:
-    capacity = Capacity((Resources(3), Resources(3)), Resources(6))
-    (wide,) = decide_admissions([waiting("a", 1, cpus=4)], capacity, Resources())
-    assert wide.errors[0].pointer == "/resources" and "largest machine has 3 CPUs" in wide.errors[0].message
-    (many,) = decide_admissions([waiting("b", 3, cpus=2)], capacity, Resources())
-    assert many.errors[0].pointer == "/mesh" and "room for 2" in many.errors[0].message
-    (fits,) = decide_admissions([waiting("c", 2, cpus=2)], capacity, Resources())
-    assert fits.start
-
-
-def test_a_cluster_without_machines_is_no_verdict() -> None:
-    (found,) = decide_admissions([waiting("a")], Capacity((), Resources()), Resources())
-    assert not found.start and not found.errors
 
 
 PLAN = make_plan(make_spec())

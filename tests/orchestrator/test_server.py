@@ -115,7 +115,8 @@ def test_case_52_a_slow_cluster_does_not_hold_up_the_server(start: Start) -> Non
     assert server.process.returncode == 0
 
 
-def test_case_53_clients_that_vanish(start: Start) -> None:
+def test_case_53_clients_that_vanish_and_clients_that_dawdle(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DMUON_REQUEST_TIMEOUT_S", "2")
     server = start(0.0)
     with server.client() as client:
         job = client.submit(make_spec().model_dump_json())
@@ -128,6 +129,19 @@ def test_case_53_clients_that_vanish(start: Start) -> None:
             time.sleep(0.05)
         assert _open_streams(server) == 0
         assert client.jobs().jobs
+        _slow_clients(int(server.url.rsplit(":", 1)[1]), server.token)
+
+
+def _slow_clients(port: int, token: str) -> None:
+    """One that never ends the head of its request is hung up on; one that never ends its body is told so."""
+    text = f"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nContent-Length: 99\r\n\r\nx"
+    head = text.encode()
+    answers = []
+    for sent in (b"", b"GET /healthz HTTP/1.1\r\nHost:", head):
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as slow:
+            slow.sendall(sent)
+            answers.append(slow.recv(1000)[:12])
+    assert answers == [b"", b"", b"HTTP/1.1 408"]
 
 
 def _open_sockets(server: Server, job_id: str, number: int) -> list[socket.socket]:
