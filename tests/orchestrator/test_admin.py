@@ -129,7 +129,7 @@ def test_a_pass_over_a_long_queue_writes_only_news(world: World) -> None:
     world.launcher.free = Resources()
     for _ in range(60):
         world.submit()
-    world.turn()
+    world.turn(8)
     written: list[str] = []
 
     def note(_connection: object, _cursor: object, statement: str, *_rest: object) -> None:
