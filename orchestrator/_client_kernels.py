@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import TypeVar
-
-from pydantic import BaseModel
-
 from orchestrator import resources as r
+from orchestrator._client_base import Caller
 
 __all__ = ["KernelCalls"]
 
-M = TypeVar("M", bound=BaseModel)
 
-
-class KernelCalls(ABC):
+class KernelCalls(Caller):
     """The kernel part of :class:`~orchestrator.client.Client`."""
 
     def kernels(self) -> r.KernelList:
@@ -41,16 +34,3 @@ class KernelCalls(ABC):
     def swap_state(self, job_id: str, swap_id: str) -> r.SwapResource:
         """Return a swap."""
         return self._ask(r.SwapResource, "GET", f"/v1/jobs/{job_id}/kernel-swaps/{swap_id}")
-
-    @abstractmethod
-    def _ask(
-        self,
-        kind: type[M],
-        method: str,
-        path: str,
-        *,
-        content: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        params: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
-    ) -> M: ...

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import TypeVar
 
 from pydantic import BaseModel
 
 from orchestrator import resources as r
+from orchestrator._client_base import Caller
 
 __all__ = ["StreamCalls", "StreamEnd"]
-
-M = TypeVar("M", bound=BaseModel)
 
 
 class StreamEnd(BaseModel):
@@ -23,7 +21,7 @@ class StreamEnd(BaseModel):
     message: str = ""
 
 
-class StreamCalls(ABC):
+class StreamCalls(Caller):
     """The part of :class:`~orchestrator.client.Client` that reads events and logs."""
 
     def events(self, job_id: str, *, after: int = 0) -> r.EventPage:
@@ -64,9 +62,6 @@ class StreamCalls(ABC):
         last = {} if after is None else {"Last-Event-ID": after}
         for kind, data in self._stream(f"/v1/jobs/{job_id}/logs", last, params):
             yield StreamEnd.model_validate_json(data) if kind == "end" else r.LogPage.model_validate_json(data)
-
-    @abstractmethod
-    def _ask(self, kind: type[M], method: str, path: str, *, params: Mapping[str, str] | None = None) -> M: ...
 
     @abstractmethod
     def _stream(

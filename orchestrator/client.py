@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from orchestrator import resources as r
 from orchestrator._client_admin import AdminCalls
 from orchestrator._client_kernels import KernelCalls
+from orchestrator._client_life import LifeCalls
 from orchestrator._client_streams import StreamCalls, StreamEnd
 from orchestrator.errors import Problem, RequestRefused, ServiceUnreachable
 from worker.contract.plan import PlanReport
@@ -20,7 +21,7 @@ __all__ = ["Client", "StreamEnd"]
 M = TypeVar("M", bound=BaseModel)
 
 
-class Client(AdminCalls, KernelCalls, StreamCalls):
+class Client(AdminCalls, KernelCalls, LifeCalls, StreamCalls):
     """Speaks to one service. Every method raises :class:`RequestRefused` or :class:`ServiceUnreachable`."""
 
     def __init__(
@@ -61,18 +62,6 @@ class Client(AdminCalls, KernelCalls, StreamCalls):
     def job(self, job_id: str) -> r.JobResource:
         """Return a whole job."""
         return self._ask(r.JobResource, "GET", f"/v1/jobs/{job_id}")
-
-    def cancel(self, job_id: str) -> r.JobResource:
-        """Cancel a job."""
-        return self._ask(r.JobResource, "POST", f"/v1/jobs/{job_id}:cancel")
-
-    def pause(self, job_id: str) -> r.JobResource:
-        """Pause a job."""
-        return self._ask(r.JobResource, "POST", f"/v1/jobs/{job_id}:pause")
-
-    def resume(self, job_id: str) -> r.JobResource:
-        """Continue a paused job."""
-        return self._ask(r.JobResource, "POST", f"/v1/jobs/{job_id}:resume")
 
     def _stream(self, path: str, headers: Mapping[str, str], params: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         """Yield kind and data of server-sent events, up to the one that says that there are no more."""

@@ -43,8 +43,9 @@ __all__ = [
     "CheckpointEntry", "CheckpointList", "CommFigures", "ConditionResource", "ErrorGroup", "EventPage",
     "EventResource", "Explanation", "JobPage", "JobResource", "JobSummary", "KernelList", "KernelResource",
     "LogDropped", "LogLine", "LogPage", "MetricsPage", "NsFigures", "PlanSummary", "Progress", "QuotaChange",
-    "QuotaList", "QuotaResource", "RankFigures", "Resource", "RouteFigures", "RoutesResource", "RuntimeBreaker",
-    "StepPoint", "SwapList", "SwapRequest", "SwapResource", "UsageFigures", "Validation",
+    "QuotaList", "QuotaResource", "RankFigures", "RankPace", "RanksResource", "Resource", "RouteFigures",
+    "RoutesResource", "RuntimeBreaker", "StepPoint", "SwapList", "SwapRequest", "SwapResource", "UsageFigures",
+    "Validation",
 ]  # fmt: skip
 
 Value = str | int | float | bool | None
@@ -65,6 +66,30 @@ class Progress(Resource):
     """All ranks' tokens over the time of the steps of rank 0, in the last attempt."""
     overlap_ratio: float | None = None
     """Share of the communication time that hid behind compute; absent without communication."""
+
+
+class RankPace(Resource):
+    """One rank of an attempt; what compares it with the others is absent for a baseline and before the first step."""
+
+    rank: int
+    step: int
+    reported_at: float
+    memory_bytes: int
+    steps: int | None = None
+    """Steps that the means are of."""
+    own_seconds: float | None = None
+    """Mean of a step without waiting for collectives: what this rank makes others wait for."""
+    waited_seconds: float | None = None
+    """Mean of a step spent waiting for collectives."""
+    slowdown_ratio: float | None = None
+    """``own_seconds`` over the median of all ranks."""
+
+
+class RanksResource(Resource):
+    """The ranks of a job's last attempt."""
+
+    attempt: int | None
+    ranks: tuple[RankPace, ...]
 
 
 class ConditionResource(Resource):

@@ -201,9 +201,11 @@ def _resume(
 ) -> int:
     """Load what the run continues from; return how many steps that has done."""
     wanted = rank.spec.checkpoint
-    if wanted.resume == "never":
+    # In a directory that the spec names others may have saved; a job's own place has only what the job has saved.
+    own = rank.attempt > 1 and wanted.directory is None and rank.checkpoint_directory is not None
+    if wanted.resume == "never" and not own:
         return 0
-    explicit = None if wanted.resume == "auto" else Path(wanted.resume)
+    explicit = None if wanted.resume in ("auto", "never") else Path(wanted.resume)
     if rank.attempt > 1 and _has_own(directory, exchange):
         explicit = None  # the job has come further than what it began with
     if explicit is not None and explicit.is_file():

@@ -164,7 +164,17 @@ KERNELS = RowSpec(
             queries=(Query(f"dmuon_breaker_state{JOB} == 1", "{{kernel}} {{state}}"),),
             kind="stat",
             named=True,
-            width=12,
+            width=6,
+        ),
+        PanelSpec(
+            title="Launches that were only compared",
+            question="How much work goes into comparing a kernel with the fallback, by kernel?",
+            when_red="More than a few percent of the launches: a breaker that is half open for long; see its state.",
+            queries=(Query(rate("dmuon_ns_compared_launches_total", "kernel"), "{{kernel}}"),),
+            unit="ops",
+            minimum=0,
+            width=6,
+            filled_by="a comparison of a kernel with the fallback",
         ),
         PanelSpec(
             title="Calls done by the fallback",

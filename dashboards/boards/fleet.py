@@ -40,7 +40,7 @@ JOBS = RowSpec(
             kind="bargauge",
             minimum=0,
             filled_by="a job that ends",
-            width=8,
+            width=6,
         ),
         PanelSpec(
             title="Restarts by reason, in an hour",
@@ -50,7 +50,7 @@ JOBS = RowSpec(
             kind="bargauge",
             minimum=0,
             warn_above=3,
-            width=8,
+            width=6,
         ),
         PanelSpec(
             title="Kernel swaps by result, in a day",
@@ -60,7 +60,19 @@ JOBS = RowSpec(
             kind="bargauge",
             minimum=0,
             filled_by="the first kernel swap",
-            width=8,
+            width=6,
+        ),
+        PanelSpec(
+            title="Breaker changes, in a day",
+            question="Which kernels' breakers moved, by an operator's word or by themselves?",
+            when_red="to open by itself: that kernel fails somewhere; `dmuonctl breaker KERNEL` says where.",
+            queries=(
+                Query("increase(dmuon_breaker_transitions_total[1d])", "{{kernel}}: {{from_state}} to {{to_state}}"),
+            ),
+            kind="bargauge",
+            minimum=0,
+            filled_by="the first change of a breaker",
+            width=6,
         ),
         PanelSpec(
             title="Throughput by job",

@@ -57,6 +57,7 @@ TRAINING = RowSpec(
             when_red="Compare with the schedule in the spec.",
             queries=(Query(f"dmuon_learning_rate{JOB}", "{{route}}"),),
             minimum=0,
+            width=6,
         ),
         PanelSpec(
             title="Skipped steps",
@@ -65,6 +66,15 @@ TRAINING = RowSpec(
             queries=(Query(f"sum(dmuon_skipped_steps_total{JOB})", "skipped"),),
             kind="stat",
             warn_above=0.5,
+            width=6,
+        ),
+        PanelSpec(
+            title="Parameters by route",
+            question="How many parameters does each route train?",
+            when_red="Not what the spec meant: read the job's routing table, which names the rule of each.",
+            queries=(Query(f"dmuon_parameters{JOB}", "{{route}}"),),
+            kind="bargauge",
+            width=6,
         ),
         PanelSpec(
             title="Parameter elements by route",
@@ -72,6 +82,7 @@ TRAINING = RowSpec(
             when_red="Too little in muon: an override is too wide. Read the job's routing table.",
             queries=(Query(f"dmuon_parameter_elements{JOB}", "{{route}}"),),
             kind="bargauge",
+            width=6,
         ),
     ),
 )

@@ -13,9 +13,10 @@ from orchestrator.api.auth import Principal, require
 from orchestrator.api.build import comm_figures, condition_resource, ns_figures, step_point
 from orchestrator.api.service import MAX_INTEGER, ServiceOf, reply
 from orchestrator.errors import Conflict, NotFound
-from orchestrator.store.attempts import attempts_of, last_attempt, reports_of_steps, totals_of
+from orchestrator.store.attempts import attempts_of, last_attempt, reports_at, reports_of_steps, totals_of
 from orchestrator.store.jobs import conditions_of, find_job, plan_of
 from orchestrator.store.models import Attempt, Job
+from orchestrator.stragglers import Pace, paces
 from orchestrator.totals import comm_sums, overlap_of, steps_with_traffic
 from worker.contract.messages import RankReport
 from worker.contract.plan import PlanReport
@@ -23,6 +24,8 @@ from worker.contract.plan import PlanReport
 __all__ = ["router"]
 
 router = APIRouter(prefix="/v1", tags=["jobs"])
+_PACE_STEPS = 50
+"""Steps over which ranks are compared."""
 Reader = Annotated[Principal, Depends(require("jobs:read"))]
 
 
@@ -53,6 +56,35 @@ def _attempt(session: Session, job: Job, number: int | None) -> Attempt | None:
         if row.number == number:
             return row
     raise NotFound(f"job {job.id} has no attempt {number}")
+
+
+@router.get("/jobs/{job_id}/ranks", response_model=r.RanksResource)
+def ranks(service: ServiceOf, _: Reader, job_id: str) -> Response:
+    """Where each rank of the last attempt is, and which of them the others wait for."""
+    with service.database.read() as session:
+        attempt = last_attempt(session, find_job(session, job_id).id)
+        if attempt is None:
+            return reply(r.RanksResource(attempt=None, ranks=()))
+        last = totals_of(session, [attempt.id]).get(attempt.id, {})
+        earlier = min((report.step for report in last.values()), default=0) - _PACE_STEPS
+        first = {report.rank: report for report in reports_at(session, attempt.id, earlier)}
+    found = {pace.rank: pace for pace in paces(first, list(last.values()))}
+    return reply(
+        r.RanksResource(attempt=attempt.number, ranks=tuple(_rank(last[k], found.get(k)) for k in sorted(last)))
+    )
+
+
+def _rank(report: RankReport, pace: Pace | None) -> r.RankPace:
+    return r.RankPace(
+        rank=report.rank,
+        step=report.step,
+        reported_at=report.at,
+        memory_bytes=report.memory_bytes,
+        steps=None if pace is None else pace.steps,
+        own_seconds=None if pace is None else pace.own_s,
+        waited_seconds=None if pace is None else pace.waited_s,
+        slowdown_ratio=None if pace is None else pace.slowdown_ratio,
+    )
 
 
 @router.get("/jobs/{job_id}/routes", response_model=r.RoutesResource)

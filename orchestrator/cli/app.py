@@ -197,6 +197,21 @@ def _all_events(client: Client, job_id: str) -> Iterator[r.EventResource]:
 
 
 @app.command()
+def ranks(job_id: str, url: Url = None, as_json: AsJson = False) -> None:
+    """Show each rank of a job, and which of them the others wait for."""
+    with c.connected(url) as client:
+        found = client.ranks(job_id)
+    if as_json:
+        return c.print_json(found)
+    if not found.ranks:
+        c.console.print(f"job {job_id}: no rank has reported a step yet", markup=False)
+    for rank in found.ranks:
+        pace = "" if rank.own_seconds is None else f"  own {rank.own_seconds:.4f} s  waited {rank.waited_seconds:.4f} s"
+        slow = "" if rank.slowdown_ratio is None else f"  {rank.slowdown_ratio:.2f} of the median"
+        c.console.print(f"rank {rank.rank}  step {rank.step}{pace}{slow}", markup=False)
+
+
+@app.command()
 def logs(
     job_id: str,
     following: Annotated[bool, typer.Option("--follow", "-f", help="Go on as it is written, to the end.")] = False,

@@ -56,7 +56,7 @@ export async function follow(jobId, onEvent, signal) {
         onEvent(found);
       }
     } catch (error) {
-      if (signal.aborted || (error instanceof Refused && error.status < 500)) return;
+      if (signal.aborted || (error instanceof Refused && [401, 403, 404].includes(error.status))) return;
     }
     await new Promise((done) => setTimeout(done, 2000));
   }

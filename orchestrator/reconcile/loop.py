@@ -43,6 +43,8 @@ _REST = 2.0
 _DRIVERS = 8
 _CAPACITY_S = 10.0
 """How often the cluster's capacity is looked at for those who watch; admission asks for itself."""
+_LOOK = "capacity"
+"""Stands among the ids of driven jobs: a cluster that does not say what it has holds up no job."""
 
 
 class Reconciler:
@@ -75,13 +77,12 @@ class Reconciler:
             logs=logs,
         )
         self._interval_s, self._lease_s, self._timed = interval_s, lease_s, timed
-        self._history_s = history_s
+        self._history_s, self._patience_s = history_s, patience_s
         self._stop = threading.Event()
         self._wake = (threading.Event(), threading.Event())
         self._threads: list[threading.Thread] = []
         self._drivers = Drivers(_DRIVERS)
         self._driven: dict[str, Future[None]] = {}
-        self._patience_s = patience_s
         self._next_sweep, self._next_look, self._renew_at = 0.0, -math.inf, -math.inf
         self.last_pass_at: float | None = None
         """Wall clock at the end of the last pass; None before the first."""
@@ -121,7 +122,6 @@ class Reconciler:
         preempt_for_priority(self.context)
         admit_queued(self.context)
         self._drive_all()
-        self._look_at_capacity()
         self._sweep()
         self.last_pass_at = self.context.clock()
         self._timed(time.perf_counter() - began)
@@ -133,7 +133,10 @@ class Reconciler:
         for job in jobs:
             if job.id not in self._driven:
                 self._driven[job.id] = self._drivers.submit(partial(drive_attempt, self.context, job.id))
-        wait(self._driven.values(), timeout=self._patience_s)
+        if _LOOK not in self._driven and self.context.clock() >= self._next_look:
+            self._driven[_LOOK] = self._drivers.submit(self._look_at_capacity)
+        # A pass that is made by hand has nobody who would make the next one: it is waited for.
+        wait(self._driven.values(), timeout=self._patience_s if self._threads else None)
         for job_id, future in [(key, one) for key, one in self._driven.items() if one.done()]:
             del self._driven[job_id]
             error = None if future.cancelled() else future.exception()
@@ -158,10 +161,7 @@ class Reconciler:
         return held
 
     def _look_at_capacity(self) -> None:
-        now = self.context.clock()
-        if now < self._next_look:
-            return
-        self._next_look = now + _CAPACITY_S
+        self._next_look = self.context.clock() + _CAPACITY_S
         try:
             self.capacity = self.context.launcher.capacity()
         except LauncherUnavailable as error:

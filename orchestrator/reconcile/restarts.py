@@ -59,10 +59,8 @@ def decide_next(end: End, past: Sequence[Past], spec: JobSpec) -> Next:
     kind, name = (_OWN, "user_error_restarts") if end.reason in _OWN else (_INFRASTRUCTURE, "infrastructure_restarts")
     used, budget = sum(reason in kind for reason in charged), int(getattr(policy, name))
     if used > budget:
-        why = f"/failure/{name} is {budget}" + (
-            f", and as many restarts in a row did not help: {end.message}" if budget else ""
-        )
-        return Next(state=JobState.FAILED, message=why if budget else f"{end.message}; {why}", used=used, budget=budget)
+        spent = f"/failure/{name} is {budget}, and as many restarts in a row did not help: {end.message}"
+        return Next(state=JobState.FAILED, message=spent if budget else end.message, used=used, budget=budget)
     delay_s = min(policy.backoff_max_s, policy.backoff_s * 2.0 ** min(len(charged) - 1, 60))
     message = f"{end.message}; restart {used} of {budget} in {delay_s:g} s"
     return Next(state=JobState.RESTARTING, message=message, delay_s=delay_s, used=used, budget=budget)

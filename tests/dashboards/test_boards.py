@@ -92,6 +92,12 @@ def test_structure(board: Board) -> None:
     assert marks == {mark.name for mark in board.annotations}
 
 
+def test_every_metric_is_looked_at_somewhere() -> None:
+    text = " ".join(expr for _, expr in queries())
+    unseen = [entry.name for entry in CATALOGUE if not re.search(rf"\b{entry.name}(_bucket|_sum|_count)?\b", text)]
+    assert not unseen
+
+
 def test_uids_are_those_that_links_know() -> None:
     assert [board.uid for board in BOARDS] == ["dmuon-fleet", "dmuon-job", "dmuon-runtime", "dmuon-control-plane"]
 

@@ -63,7 +63,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         server.process.wait()
 
 
-def test_case_6_sigterm_with_an_open_stream(start: Start) -> None:
+def test_case_6_sigterm_with_a_hundred_open_streams(start: Start) -> None:
     server = start(0.0)
     with server.client() as client:
         job = client.submit(make_spec().model_dump_json())
@@ -78,11 +78,16 @@ def test_case_6_sigterm_with_an_open_stream(start: Start) -> None:
         listener = threading.Thread(target=listen)
         listener.start()
         assert opened.wait(10)
+        sockets = _open_sockets(server, job.id, 99)
+        assert _open_streams(server) == 100
         server.process.send_signal(signal.SIGTERM)
         began = time.monotonic()
         output, _ = server.process.communicate(timeout=10)
         assert time.monotonic() - began < 3
         listener.join(5)
+        for one in sockets:
+            with one:
+                assert b"server_stopping" in _rest(one), "each was told, and closed"
     assert server.process.returncode == 0, output
     assert isinstance(items[-1], StreamEnd) and items[-1].reason == "server_stopping"
     assert "ended; launcher closed: True; heavy: []" in output
@@ -115,17 +120,7 @@ def test_case_53_clients_that_vanish_and_clients_that_dawdle(start: Start, monke
     server = start(0.0)
     with server.client() as client:
         job = client.submit(make_spec().model_dump_json())
-        request = (
-            f"GET /v1/jobs/{job.id}/events HTTP/1.1\r\nHost: x\r\nAccept: text/event-stream\r\n"
-            f"Authorization: Bearer {server.token}\r\n\r\n"
-        ).encode()
-        port = int(server.url.rsplit(":", 1)[1])
-        sockets = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
-        for one in sockets:
-            one.sendall(request)
-        for one in sockets:
-            one.settimeout(10)
-            assert one.recv(20).startswith(b"HTTP/1.1 200")
+        sockets = _open_sockets(server, job.id, 100)
         assert _open_streams(server) == 100
         for one in sockets:
             one.close()
@@ -134,7 +129,7 @@ def test_case_53_clients_that_vanish_and_clients_that_dawdle(start: Start, monke
             time.sleep(0.05)
         assert _open_streams(server) == 0
         assert client.jobs().jobs
-        _slow_clients(port, server.token)
+        _slow_clients(int(server.url.rsplit(":", 1)[1]), server.token)
 
 
 def _slow_clients(port: int, token: str) -> None:
@@ -147,6 +142,30 @@ def _slow_clients(port: int, token: str) -> None:
             slow.sendall(sent)
             answers.append(slow.recv(1000)[:12])
     assert answers == [b"", b"", b"HTTP/1.1 408"]
+
+
+def _open_sockets(server: Server, job_id: str, number: int) -> list[socket.socket]:
+    """Open streams of a job's events; each has begun to answer."""
+    request = (
+        f"GET /v1/jobs/{job_id}/events HTTP/1.1\r\nHost: x\r\nAccept: text/event-stream\r\n"
+        f"Authorization: Bearer {server.token}\r\n\r\n"
+    ).encode()
+    port = int(server.url.rsplit(":", 1)[1])
+    sockets = [socket.create_connection(("127.0.0.1", port)) for _ in range(number)]
+    for one in sockets:
+        one.sendall(request)
+    for one in sockets:
+        one.settimeout(10)
+        assert one.recv(20).startswith(b"HTTP/1.1 200")
+    return sockets
+
+
+def _rest(one: socket.socket) -> bytes:
+    """All that is still sent until the other side closes."""
+    received = b""
+    while chunk := one.recv(65536):
+        received += chunk
+    return received
 
 
 def _open_streams(server: Server) -> int:

@@ -275,8 +275,9 @@ class CheckpointSpec(Section):
     """Absolute path that all workers share. None takes a place of the job's own; a run without a server then keeps
     checkpoints only if ``every_steps`` is given."""
     resume: Annotated[str, Field(min_length=1)] = "auto"
-    """``auto`` continues from the newest sound checkpoint in the directory, if there is one; ``never`` starts anew; an
-    absolute path names a checkpoint, a directory of them, or a file of weights."""
+    """``auto`` continues from the newest sound checkpoint in the directory, if there is one; ``never`` starts anew, but
+    a restart or resumption continues what the job saved in a place of its own; an absolute path names a checkpoint, a
+    directory of them, or a file of weights."""
     on_route_change: Literal["refuse", "keep", "cold"] = "refuse"
     """What becomes of the optimizer state of a parameter whose route has changed: the checkpoint is refused; state that
     means the same is kept; or it starts anew."""

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from orchestrator import resources as r
 from tests.e2e.faults import injuries
+from tests.e2e.faults.cycles import cycles
 from tests.e2e.faults.scene import Scene, faulty_job, playing
 from tests.e2e.jobs import submit
 
@@ -23,7 +24,7 @@ RESTARTING = (
     injuries.worker_killed, injuries.worker_stopped, injuries.worker_exits, injuries.supervisor_killed,
     injuries.ray_killed,
 )  # fmt: skip
-FATAL = ((injuries.worker_raises, ("user_error",)), (injuries.memory_exhausted, ("user_error", "worker_lost")))
+FATAL = (injuries.worker_raises, injuries.memory_exhausted)
 
 
 def _kill_often(folder: Path, number: int, chance: random.Random) -> str:
@@ -84,13 +85,19 @@ def _submit_when_there_is_room(scene: Scene) -> str:
         time.sleep(1.0)
 
 
-def _fatal(folder: Path, fault: Callable[[Scene], None], reasons: tuple[str, ...]) -> str:
+def _cycles(folder: Path, chance: random.Random) -> str:
+    with playing(folder) as scene:
+        found = cycles(scene, 20, chance)
+    return f"20 jobs submitted and cancelled left nothing: {found}"
+
+
+def _fatal(folder: Path, fault: Callable[[Scene], None]) -> str:
     """What is the job's own fault is told and not tried again."""
-    with playing(folder, faulty_job(infrastructure_restarts=0)) as scene:
+    with playing(folder, faulty_job()) as scene:
         scene.wait(lambda job: job.progress.step >= 5)
         fault(scene)
         job = _ended(scene)
-        assert (job.state, len(job.attempts)) == ("FAILED", 1) and job.reason in reasons, f"{job.reason}: {job.message}"
+        assert (job.state, job.reason, len(job.attempts)) == ("FAILED", "user_error", 1), f"{job.reason}: {job.message}"
         return f"{fault.__name__} ended the job as {job.reason}: {job.message[:150]}"
 
 
@@ -109,8 +116,9 @@ def _rounds(num_kills: int, num_rounds: int, chance: random.Random) -> dict[str,
     if num_rounds:
         rounds["other faults"] = lambda folder: _everything_else(folder, num_rounds, chance)
         rounds["a lost node"] = _node_lost
-        for fault, reasons in FATAL:
-            rounds[fault.__name__] = partial(_fatal, fault=fault, reasons=reasons)
+        rounds["submit and cancel"] = lambda folder: _cycles(folder, chance)
+        for fault in FATAL:
+            rounds[fault.__name__] = partial(_fatal, fault=fault)
     return rounds
 
 

@@ -37,6 +37,16 @@ except ray.exceptions.RayError as error:
 """
 
 
+_NODE = """
+import ray._private.services as services
+services.get_node_ip_address = lambda *_, **__: "127.0.0.1"
+services.resolve_ip_for_localhost = lambda host: "127.0.0.1"
+from ray.scripts.scripts import main
+main()
+"""
+"""Ray would keep a second node off loopback, where the head is; a node alone on loopback it would refuse."""
+
+
 def control_plane_killed(scene: Scene) -> None:
     """kill -9 of the server, which is then started again."""
     os.kill(scene.service.pid, signal.SIGKILL)
@@ -72,9 +82,10 @@ def second_node(scene: Scene) -> Iterator[Callable[[], None]]:
     """A second node of one CPU on this machine; yields what kills it with everything on it."""
     record = live_ray(scene.service.settings)
     assert record is not None
-    words = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={record.address}", "--num-cpus=1"]
-    words += ["--node-ip-address=127.0.0.1", "--block", "--disable-usage-stats"]
-    environment = child_environment(ray_auth_environment(scene.service.settings.ray_token_file))
+    words = [sys.executable, "-c", _NODE, "start", f"--address={record.address}", "--num-cpus=1", "--block"]
+    words += ["--node-ip-address=127.0.0.1", "--disable-usage-stats"]
+    several = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
+    environment = child_environment(ray_auth_environment(scene.service.settings.ray_token_file) | several)
     with (scene.service.settings.state_dir / "second-node.log").open("ab") as log:
         node = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True, env=environment)
 
@@ -107,23 +118,22 @@ def worker_exits(scene: Scene) -> None:
 
 def worker_raises(scene: Scene) -> None:
     """An exception in the thread that trains on the last rank."""
-    code = """
+    _raise(scene, "ArithmeticError")
+
+
+def memory_exhausted(scene: Scene) -> None:
+    """What Python raises when there is no memory, in the same thread; the kernel's own way is :func:`worker_killed`."""
+    _raise(scene, "MemoryError")
+
+
+def _raise(scene: Scene, error: str) -> None:
+    code = f"""
 import ctypes, sys
 for number, frame in sys._current_frames().items():
     while frame is not None:
         if frame.f_code.co_name == "train" and frame.f_code.co_filename.endswith("worker/train.py"):
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(number), ctypes.py_object(ArithmeticError))
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(number), ctypes.py_object({error}))
         frame = frame.f_back
-"""
-    _in_worker(scene, code)
-
-
-def memory_exhausted(scene: Scene) -> None:
-    """The last rank may take no more memory than it has."""
-    code = """
-import resource
-used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used, used))
 """
     _in_worker(scene, code)
 

@@ -109,7 +109,7 @@ class Scene:
         if restarts:
             done = lambda job: len(job.attempts) > number and job.state == "RUNNING" and job.progress.step > 0  # noqa: E731
         else:
-            done = lambda job: job.progress.step > step + 12  # noqa: E731
+            done = lambda job: job.progress.step > step  # noqa: E731
         after = self.wait(done, timeout_s)
         assert restarts or len(after.attempts) == number, f"a healthy attempt was given up: {self.tail()}"
         name = getattr(fault, "__name__", str(fault)).replace("_", " ")
