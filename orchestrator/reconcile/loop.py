@@ -119,8 +119,8 @@ class Reconciler:
         began = time.perf_counter()
         self._expire()
         queue_restarts(self.context)
-        preempt_for_priority(self.context)
         admit_queued(self.context)
+        preempt_for_priority(self.context)  # for what is still there, and not held back by a quota
         self._drive_all()
         self._sweep()
         self.last_pass_at = self.context.clock()
