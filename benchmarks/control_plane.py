@@ -167,6 +167,7 @@ async def beside_followers(port: int, folder: Path, seconds: float, followers: i
         await stream.send("GET", f"/v1/jobs/{live[number % len(live)]}/{kind}", accept="text/event-stream")
     drains = [asyncio.ensure_future(stream.drain()) for stream in streams]
     writing = asyncio.ensure_future(_write_logs(folder, live))
+    await asyncio.sleep(3)  # all have what there was before they came
     found = await at_rate(port, 20, seconds, submit)
     writing.cancel()
     for stream in streams:

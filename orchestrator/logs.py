@@ -95,8 +95,8 @@ class Part:
 class LogStore:
     """The logs of all jobs, a folder each under ``directory``. Methods read files: call them from a thread."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, quota_bytes: int = 32 << 20) -> None:
+        self.directory, self.quota_bytes = directory, quota_bytes
 
     def folder(self, job_id: str) -> Path:
         """Return the folder of a job, which workers are told."""

@@ -97,7 +97,7 @@ def service_of(app: FastAPI) -> Service:
 
 def _service(settings: Settings, launcher: Launcher, planner: Planner, clock: Clock) -> Service:
     database, pass_seconds = Database(settings.database_url), Histogram()
-    hub, logs = Hub(settings.max_streams), LogStore(settings.state_dir / "logs")
+    hub, logs = Hub(settings.max_streams), LogStore(settings.state_dir / "logs", settings.log_quota_bytes)
     database.migrate()
     authenticator = Authenticator.open_to_all()
     if settings.auth:
@@ -114,7 +114,6 @@ def _service(settings: Settings, launcher: Launcher, planner: Planner, clock: Cl
         timed=pass_seconds.observe,
         checkpoints=settings.state_dir / "checkpoints",
         logs=logs,
-        log_quota_bytes=settings.log_quota_bytes,
         history_s=settings.history_s,
     )
     return Service(

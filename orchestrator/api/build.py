@@ -51,7 +51,7 @@ def job_summary(job: Job) -> r.JobSummary:
 def job_resource(session: Session, job: Job) -> r.JobResource:
     """Return a whole job."""
     spec = JobSpec.model_validate_json(job.spec)
-    attempts, plan = attempts_of(session, job.id), plan_of(session, job)
+    attempts, plan = attempts_of(session, job.id) if job.version > 1 else [], plan_of(session, job)
     totals = totals_of(session, [row.id for row in attempts])
     fields = _summary_fields(job, spec) | {
         "errors": tuple(FieldError.model_validate(entry) for entry in json.loads(job.field_errors)),

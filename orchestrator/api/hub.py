@@ -23,9 +23,9 @@ Look = Callable[[Sequence[str]], Awaitable[Mapping[str, Hashable]]]
 """Returns a version of each topic, which is another one whenever there is something new."""
 _LOOK_AGAIN_S = 1.0
 """Topics are looked at this often even if nobody said that something was written: another process may have."""
-_GATHER_S = 0.25
+_GATHER_S = 0.5
 """Pause after a look: what is written meanwhile is told together."""
-_SLICE = 100
+_SLICE = 25
 """Streams that are woken at once; between two slices other requests have their turn."""
 
 

@@ -18,9 +18,8 @@ from orchestrator.reconcile.context import Context
 from orchestrator.reconcile.decide import demand_of
 from orchestrator.reconcile.queueing import Admission, Waiting, WaitReason, decide_admissions
 from orchestrator.store.attempts import last_attempts, new_attempt
-from orchestrator.store.jobs import conditions_of_type, jobs_in
+from orchestrator.store.jobs import JobLine, conditions_noted, job_lines
 from orchestrator.store.kernels import breaker_rows, policy_for
-from orchestrator.store.models import Condition, Job
 from orchestrator.store.quotas import quotas_for
 from orchestrator.store.swaps import swaps_of
 from orchestrator.store.transitions import Note, change_state, note_all, set_condition
@@ -57,8 +56,8 @@ def _asked(spec_json: str) -> _Asked:
 class _Queue:
     """One look at the store."""
 
-    jobs: Sequence[Job]
-    noted: Mapping[str, Condition]
+    jobs: Sequence[JobLine]
+    noted: Mapping[str, tuple[str, str]]
     planned_bytes: Mapping[str, float]
     reserved: Resources
     quotas: Mapping[str, Quota]
@@ -102,10 +101,10 @@ def _waits(refused: Admission) -> Admission:
 
 def usage_by_project(session: Session) -> dict[str, Usage]:
     """Return what the jobs of each project hold or were promised."""
-    return _usage(jobs_in(session, *_HOLDING))
+    return _usage(job_lines(session, *_HOLDING))
 
 
-def _usage(holding: Sequence[Job]) -> dict[str, Usage]:
+def _usage(holding: Sequence[JobLine]) -> dict[str, Usage]:
     used: dict[str, Usage] = {}
     for job in holding:
         asked = _asked(job.spec)
@@ -114,11 +113,11 @@ def _usage(holding: Sequence[Job]) -> dict[str, Usage]:
 
 
 def _look(session: Session) -> _Queue:
-    jobs = jobs_in(session, JobState.QUEUED)
-    holding = jobs_in(session, *_HOLDING) if jobs else ()
+    jobs = job_lines(session, JobState.QUEUED)
+    holding = job_lines(session, *_HOLDING) if jobs else ()
     return _Queue(
         jobs=jobs,
-        noted=conditions_of_type(session, CONDITION, JobState.QUEUED) if jobs else {},
+        noted=conditions_noted(session, CONDITION, JobState.QUEUED) if jobs else {},
         planned_bytes={job.id: float(job.planned_bytes or 0) for job in jobs},
         reserved=_reserved(session, [job for job in holding if job.state == JobState.STARTING]),
         quotas=quotas_for(session, {_asked(job.spec).project for job in jobs}),
@@ -127,7 +126,7 @@ def _look(session: Session) -> _Queue:
     )
 
 
-def _waiting(job: Job, queue: _Queue, now: float) -> Waiting:
+def _waiting(job: JobLine, queue: _Queue, now: float) -> Waiting:
     asked = _asked(job.spec)
     return Waiting(
         job_id=job.id,
@@ -140,7 +139,7 @@ def _waiting(job: Job, queue: _Queue, now: float) -> Waiting:
     )
 
 
-def _reserved(session: Session, starting: Sequence[Job]) -> Resources:
+def _reserved(session: Session, starting: Sequence[JobLine]) -> Resources:
     """What jobs will take that have started and do not hold their resources yet."""
     attempts = last_attempts(session, [job.id for job in starting])
     total = Resources()
@@ -173,23 +172,23 @@ def _write(context: Context, queue: _Queue, decisions: Sequence[Admission]) -> i
     return started
 
 
-def _is_news(decision: Admission, noted: Condition | None, place: int) -> bool:
+def _is_news(decision: Admission, noted: tuple[str, str] | None, place: int) -> bool:
     if decision.start or decision.errors or noted is None:
         return True
     _, reason = _status(decision)
-    return noted.reason != reason or (place < _SHOWN and noted.message != decision.message)
+    return noted[0] != reason or (place < _SHOWN and noted[1] != decision.message)
 
 
 def _status(decision: Admission) -> tuple[str, str]:
     return ("Unknown", "launcher_unavailable") if decision.reason is None else ("False", str(decision.reason))
 
 
-def _note(job: Job, decision: Admission) -> Note:
+def _note(job: JobLine, decision: Admission) -> Note:
     status, reason = _status(decision)
     return Note(job_id=job.id, version=job.version, status=status, reason=reason, message=decision.message)
 
 
-def _apply(session: Session, context: Context, job: Job, decision: Admission) -> bool:
+def _apply(session: Session, context: Context, job: JobLine, decision: Admission) -> bool:
     """Start or refuse a job; False when it was cancelled or paused meanwhile, and nothing was written."""
     try:
         if decision.errors:
@@ -201,7 +200,7 @@ def _apply(session: Session, context: Context, job: Job, decision: Admission) ->
     return True
 
 
-def _start(session: Session, context: Context, job: Job) -> None:
+def _start(session: Session, context: Context, job: JobLine) -> None:
     now = context.clock()
     row = change_state(session, job.id, JobState.STARTING, guard=context.guard(job), now=now)
     policy = policy_for(breaker_rows(session), swaps_of(session, job.id), job.id)
@@ -209,7 +208,7 @@ def _start(session: Session, context: Context, job: Job) -> None:
     set_condition(session, row, CONDITION, "True", "admitted", f"attempt {attempt.number} starts", now=now)
 
 
-def _refuse(session: Session, context: Context, job: Job, decision: Admission) -> None:
+def _refuse(session: Session, context: Context, job: JobLine, decision: Admission) -> None:
     change_state(
         session,
         job.id,

@@ -112,7 +112,7 @@ def _launch(context: Context, seen: _Seen) -> None:
         kernels=seen.policy,
         checkpoint_directory=place,
         log_directory="" if context.logs is None else str(context.logs.folder(seen.job.id).absolute()),
-        log_quota_bytes=context.log_quota_bytes,
+        log_quota_bytes=0 if context.logs is None else context.logs.quota_bytes,
         placement_deadline_s=min(60.0, seen.spec.failure.start_deadline_s),
     )
     context.launcher.start_attempt(start)

@@ -11,6 +11,7 @@ from orchestrator.launcher_api import Launcher
 from orchestrator.logs import LogStore
 from orchestrator.planner import Planner
 from orchestrator.store.database import Database
+from orchestrator.store.jobs import JobLine
 from orchestrator.store.models import Job
 from orchestrator.store.transitions import Guard
 
@@ -32,8 +33,7 @@ class Context:
     """Where jobs keep checkpoints, each in a directory of its id, when their spec names no place; None: nowhere."""
     logs: LogStore | None = None
     """Where the ranks' output goes; None: it stays with Ray."""
-    log_quota_bytes: int = 32 << 20
 
-    def guard(self, job: Job) -> Guard:
+    def guard(self, job: Job | JobLine) -> Guard:
         """Return the guard of a write that was decided on ``job``."""
         return Guard(job.version, self.holder)

@@ -64,7 +64,6 @@ class Reconciler:
         timed: Callable[[float], None] = lambda _seconds: None,
         checkpoints: Path | None = None,
         logs: LogStore | None = None,
-        log_quota_bytes: int = 32 << 20,
         history_s: float = math.inf,
     ) -> None:
         self.context = Context(
@@ -76,7 +75,6 @@ class Reconciler:
             changed=changed,
             checkpoints=checkpoints,
             logs=logs,
-            log_quota_bytes=log_quota_bytes,
         )
         self._interval_s, self._lease_s, self._timed = interval_s, lease_s, timed
         self._history_s, self._patience_s = history_s, patience_s
@@ -121,8 +119,8 @@ class Reconciler:
         began = time.perf_counter()
         self._expire()
         queue_restarts(self.context)
-        preempt_for_priority(self.context)
         admit_queued(self.context)
+        preempt_for_priority(self.context)  # for what is still there, and not held back by a quota
         self._drive_all()
         self._sweep()
         self.last_pass_at = self.context.clock()
@@ -150,7 +148,8 @@ class Reconciler:
     def plan_once(self) -> None:
         """Plan what was submitted."""
         if self._has_lease() and plan_submitted(self.context):
-            self._wake[0].set()
+            for event in self._wake:
+                event.set()  # what is planned can be admitted, and more may wait for a plan
 
     def _has_lease(self) -> bool:
         context, now = self.context, self.context.clock()

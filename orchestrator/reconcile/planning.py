@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-
-from sqlalchemy.orm import Session
+from itertools import islice
 
 from orchestrator.errors import PlannerFailed, PlanRefusedProblem, StaleWrite
 from orchestrator.reconcile.context import Context
-from orchestrator.store.jobs import conditions_of, jobs_in, keep_plan
-from orchestrator.store.models import Job
+from orchestrator.store.jobs import conditions_of_type, jobs_in, keep_plan
+from orchestrator.store.models import Condition, Job
 from orchestrator.store.transitions import Value, change_state, locked_job, set_condition
 from worker.contract.errors import FieldError
 from worker.contract.plan import PlanReport
@@ -20,14 +19,17 @@ __all__ = ["MAX_FAILURES", "PAUSE_S", "plan_submitted"]
 
 CONDITION = "Planned"
 MAX_FAILURES, PAUSE_S = 3, 5.0
+_AT_ONCE = 8
 """Tries, and the pause after the first that failed (s); each further pause is twice as long."""
 
 
 def plan_submitted(context: Context) -> int:
-    """Plan every job that waits for a plan; return how many moved."""
+    """Plan the oldest jobs that wait for a plan, a few at a time; return how many moved."""
     with context.database.read() as session:
         now = context.clock()
-        jobs = [job for job in jobs_in(session, JobState.SUBMITTED) if _failures(session, job)[1] <= now]
+        failed = conditions_of_type(session, CONDITION, JobState.SUBMITTED)
+        due = (job for job in jobs_in(session, JobState.SUBMITTED) if _failures(failed.get(job.id))[1] <= now)
+        jobs = list(islice(due, _AT_ONCE))
     return sum(_plan_one(context, job) for job in jobs)
 
 
@@ -82,20 +84,19 @@ def _fail(context: Context, job: Job, reason: Reason, message: str, errors: tupl
     return True
 
 
-def _failures(session: Session, job: Job) -> tuple[int, float]:
+def _failures(row: Condition | None) -> tuple[int, float]:
     """Return how often the planner failed on a job, and when to try again."""
-    for row in conditions_of(session, job.id):
-        if row.type == CONDITION and row.status == "Unknown":
-            data = json.loads(row.data)
-            return int(data["failures"]), float(data["again_at"])
-    return 0, 0.0
+    if row is None or row.status != "Unknown":
+        return 0, 0.0
+    data = json.loads(row.data)
+    return int(data["failures"]), float(data["again_at"])
 
 
 def _try_later(context: Context, job: Job, message: str) -> bool:
     """The planner failed by itself: try again a few times, with growing pauses; then it is our fault."""
     now = context.clock()
     with context.database.write() as session:
-        failures = _failures(session, job)[0] + 1
+        failures = _failures(session.get(Condition, (job.id, CONDITION)))[0] + 1
         row = locked_job(session, job.id)
         if failures < MAX_FAILURES and row.version == job.version:
             data: dict[str, Value] = {"failures": failures, "again_at": now + PAUSE_S * 2 ** (failures - 1)}

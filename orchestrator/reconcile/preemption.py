@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from orchestrator.errors import LauncherUnavailable, StaleWrite
 from orchestrator.launcher_api import Resources
+from orchestrator.reconcile.admission import CONDITION as ADMITTED
 from orchestrator.reconcile.context import Context
 from orchestrator.reconcile.decide import demand_of
-from orchestrator.store.jobs import jobs_in
+from orchestrator.reconcile.queueing import WaitReason
+from orchestrator.store.jobs import conditions_noted, jobs_in
 from orchestrator.store.models import Job
 from orchestrator.store.stops import ALIVE, request_preemption
 from worker.contract.spec import JobSpec
@@ -66,7 +68,10 @@ def preempt_for_priority(context: Context) -> int:
     Nobody is asked while room that was asked for before is still being released.
     """
     with context.database.read() as session:
-        waiting = [_claim(job) for job in jobs_in(session, JobState.QUEUED)]
+        noted = conditions_noted(session, ADMITTED, JobState.QUEUED)
+        held = {job_id for job_id, (reason, _) in noted.items() if reason == WaitReason.QUOTA}
+        # Room is of no use to a job that its project's quota holds back.
+        waiting = [_claim(job) for job in jobs_in(session, JobState.QUEUED) if job.id not in held]
         alive = {job.id: job for job in jobs_in(session, *ALIVE)} if waiting else {}
         leaving = [job for job in jobs_in(session, JobState.STOPPING) if job.reason == Reason.PREEMPTED]
     first = min(waiting, key=lambda claim: (-claim.priority, claim.number), default=None)

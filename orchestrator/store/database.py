@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session, sessionmaker
 
-from orchestrator.errors import StoreUnusable
+from orchestrator.errors import StoreUnavailable, StoreUnusable
 
 __all__ = ["BUSY_TIMEOUT_MS", "Database"]
 
@@ -47,6 +48,7 @@ class Database:
     def __init__(self, url: str) -> None:
         parsed = make_url(url)
         self._sqlite = parsed.get_backend_name() == "sqlite"
+        self._writing = threading.Lock()
         # Readers and writers are bounded by the server's threads, so the pool only has to be larger than those.
         if self._sqlite:
             if parsed.database:
@@ -107,9 +109,26 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[Session]:
-        """A session that commits at the end; on SQLite it holds the write lock from its first statement."""
-        with self._write() as session, session.begin():
+        """A session that commits at the end, and that no other writer is beside.
+
+        Raises:
+            StoreUnavailable: another writer of this process does not end.
+        """
+        with self._turn(), self._write() as session, session.begin():
             yield session
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Wait for the other writers of this process: SQLite itself waits by looking again after ever longer pauses."""
+        if not self._sqlite:
+            yield
+            return
+        if not self._writing.acquire(timeout=BUSY_TIMEOUT_MS / 1000):
+            raise StoreUnavailable(f"another write has not ended for {BUSY_TIMEOUT_MS / 1000:g} s")
+        try:
+            yield
+        finally:
+            self._writing.release()
 
     def close(self) -> None:
         """Close all connections."""

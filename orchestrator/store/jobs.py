@@ -8,6 +8,7 @@ import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sqlalchemy import and_, func, or_, select
 from sqlalchemy.orm import Session
@@ -15,15 +16,16 @@ from sqlalchemy.orm import Session
 from orchestrator.errors import InvalidPageToken, JobFinished, NotFound
 from orchestrator.store.models import Condition, Event, Job, JobLabel, Plan
 from orchestrator.store.stops import ALIVE, turn_into_cancellation
-from orchestrator.store.transitions import Guard, add_event, change_state, locked_job
+from orchestrator.store.transitions import Guard, change_state, locked_job
 from worker.contract.plan import PlanReport
 from worker.contract.spec import JobSpec
 from worker.contract.states import JobState, Reason
 
 __all__ = [
-    "JobFilter", "cancel_job", "conditions_of", "conditions_of_type", "count_by_reason", "count_by_state",
-    "events_after", "events_of_kinds", "find_job", "jobs_ahead", "jobs_in", "jobs_shown", "keep_plan",
-    "last_event_at", "last_events", "list_jobs", "plan_of", "queue_waits", "submit_job",
+    "JobFilter", "JobLine", "cancel_job", "conditions_noted", "conditions_of", "conditions_of_type",
+    "count_by_reason", "count_by_state", "events_after", "events_of_kinds", "find_job", "job_lines", "jobs_ahead",
+    "jobs_in", "jobs_shown", "keep_plan", "last_event_at", "last_events", "list_jobs", "plan_of", "queue_waits",
+    "submit_job",
 ]  # fmt: skip
 
 _LAST_EVENT = 2**31 - 2
@@ -56,12 +58,13 @@ def submit_job(session: Session, spec: JobSpec, *, now: float, expected_plan_has
         field_errors="[]",
         created_at=now,
         state_since=now,
-        last_event=0,
+        last_event=1,
     )
     session.add(job)
     session.flush()
     session.add_all(JobLabel(job_id=job.id, key=key, value=value) for key, value in spec.labels.items())
-    add_event(session, job, "submitted", f"job {spec.name} was submitted", now=now)
+    message = f"job {spec.name} was submitted"
+    session.add(Event(job_id=job.id, seq=1, at=now, kind="submitted", message=message, data="{}"))
     return job
 
 
@@ -148,6 +151,25 @@ def jobs_in(session: Session, *states: JobState) -> Sequence[Job]:
     return session.scalars(select(Job).where(Job.state.in_(states)).order_by(Job.number)).all()
 
 
+class JobLine(NamedTuple):
+    """What admission looks at, of each job of a queue that may be long."""
+
+    id: str
+    spec: str
+    version: int
+    state: str
+    state_since: float
+    reason: str | None
+    planned_bytes: int | None
+
+
+def job_lines(session: Session, *states: JobState) -> list[JobLine]:
+    """Return the jobs in any of the states, oldest first."""
+    columns = (Job.id, Job.spec, Job.version, Job.state, Job.state_since, Job.reason, Job.planned_bytes)
+    rows = session.execute(select(*columns).where(Job.state.in_(states)).order_by(Job.number))
+    return [JobLine(*row) for row in rows]
+
+
 def jobs_shown(session: Session, finished_after: float) -> Sequence[Job]:
     """Return the jobs that are alive or ended after a time, oldest first."""
     shown = or_(Job.finished_at.is_(None), Job.finished_at > finished_after)
@@ -206,6 +228,13 @@ def last_event_at(session: Session, job_id: str, kind: str) -> float | None:
 def conditions_of(session: Session, job_id: str) -> Sequence[Condition]:
     """Return the job's conditions by type."""
     return session.scalars(select(Condition).where(Condition.job_id == job_id).order_by(Condition.type)).all()
+
+
+def conditions_noted(session: Session, kind: str, state: JobState) -> dict[str, tuple[str, str]]:
+    """Return (reason, message) of the conditions of one type, by job, of all jobs in a state."""
+    query = select(Condition.job_id, Condition.reason, Condition.message).join(Job, Job.id == Condition.job_id)
+    rows = session.execute(query.where(Condition.type == kind, Job.state == state))
+    return {job_id: (reason, message) for job_id, reason, message in rows}
 
 
 def conditions_of_type(session: Session, kind: str, state: JobState) -> dict[str, Condition]:

@@ -26,7 +26,8 @@ def quota_rows(session: Session) -> Sequence[QuotaRow]:
 
 def find_quota(session: Session, project: str) -> QuotaRow | None:
     """Return the quota that counts for a project: its own, else that of every other; None without both."""
-    return session.get(QuotaRow, project) or session.get(QuotaRow, EVERY_OTHER)
+    rows = session.scalars(select(QuotaRow).where(QuotaRow.project.in_((project, EVERY_OTHER)))).all()
+    return max(rows, key=lambda row: row.project == project, default=None)
 
 
 def quotas_for(session: Session, projects: Iterable[str]) -> dict[str, Quota]:

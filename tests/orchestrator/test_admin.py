@@ -51,6 +51,18 @@ def test_quotas_are_set_read_and_kept(world: World) -> None:
     assert world.state(second) == "STARTING"
 
 
+def test_none_gives_way_to_a_job_that_its_quota_holds_back(world: World) -> None:
+    world.client.put("/v1/quotas/small", json={"cpus": 2})
+    held, low = world.running(project="small"), world.running()
+    world.launcher.free = Resources()
+    high = world.submit(project="small", priority=9)
+    world.turn(2)
+    assert (world.state(held), world.state(low), world.state(high)) == ("RUNNING", "RUNNING", "QUEUED")
+    world.client.put("/v1/quotas/small", json={"cpus": 4})
+    world.turn(2)
+    assert "STOPPING" in (world.state(held), world.state(low)), "with the quota raised it has its priority"
+
+
 def test_a_project_whose_queue_is_full(world: World) -> None:
     world.client.put("/v1/quotas/default", json={"waiting_jobs": 2})
     world.launcher.free = Resources()
@@ -129,7 +141,7 @@ def test_a_pass_over_a_long_queue_writes_only_news(world: World) -> None:
     world.launcher.free = Resources()
     for _ in range(60):
         world.submit()
-    world.turn()
+    world.turn(8)
     written: list[str] = []
 
     def note(_connection: object, _cursor: object, statement: str, *_rest: object) -> None:

@@ -32,6 +32,26 @@ def problem(answer: Any, status: int, code: str) -> dict[str, Any]:
     return found
 
 
+def test_case_22_the_same_submission_twenty_times_at_once(world: World) -> None:
+    """On both databases: one job, the same answer to all, and no error for who came second."""
+
+    def post(_: int) -> Any:
+        return world.client.post("/v1/jobs", json=SPEC, headers={"Idempotency-Key": "one"})
+
+    with ThreadPoolExecutor(20) as pool:
+        answers = list(pool.map(post, range(20)))
+    assert {answer.status_code for answer in answers} == {201}
+    assert len({answer.text for answer in answers}) == 1
+    assert sum("Idempotent-Replayed" in answer.headers for answer in answers) == 19
+    assert len(world.client.get("/v1/jobs").json()["jobs"]) == 1
+    assert len(world.client.get("/v1/audit").json()["entries"]) == 1
+    problem(post_other(world), 422, "idempotency_mismatch")
+
+
+def post_other(world: World) -> Any:
+    return world.client.post("/v1/jobs", json=SPEC | {"name": "other"}, headers={"Idempotency-Key": "one"})
+
+
 def test_a_database_that_went_away_is_a_503(postgres: Postgres, tmp_path: Path) -> None:
     url = postgres.migrated()
     settings = Settings(state_dir=tmp_path, database=url, auth=False)
