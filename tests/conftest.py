@@ -9,6 +9,15 @@ import pytest
 from orchestrator.cli.own_service import OwnService
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let one process of ``-n 2 --dist loadgroup`` run all that share the service, from the start; the other the rest."""
+    items.sort(key=lambda item: item.get_closest_marker("service") is None)
+    for item in items:
+        if item.get_closest_marker("service") is not None:
+            item.add_marker(pytest.mark.xdist_group("service"))
+
+
 @pytest.fixture(scope="session")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnService]:
     with OwnService(tmp_path_factory.mktemp("service"), num_cpus=2) as running:
