@@ -11,7 +11,7 @@ from orchestrator.cli.own_service import OwnService
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let one process of ``-n 2 --dist loadgroup`` run all that share the service, from the start; the other the rest."""
+    """Give all that share the service to one process of ``-n 2 --dist loadgroup``, first; the other does the rest."""
     items.sort(key=lambda item: item.get_closest_marker("service") is None)
     for item in items:
         if item.get_closest_marker("service") is not None:
