@@ -9,13 +9,15 @@ import pytest
 from orchestrator.cli.own_service import OwnService
 
 
-@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Give all that share the service to one process of ``-n 2 --dist loadgroup``; xdist reads it with the names."""
+    if item.get_closest_marker("service") is not None:
+        item.add_marker(pytest.mark.xdist_group("service"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give all that share the service to one process of ``-n 2 --dist loadgroup``, first; the other does the rest."""
+    """Begin with the service's tests: their group is the longest."""
     items.sort(key=lambda item: item.get_closest_marker("service") is None)
-    for item in items:
-        if item.get_closest_marker("service") is not None:
-            item.add_marker(pytest.mark.xdist_group("service"))
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given
@@ -70,6 +71,7 @@ def test_every_operation(client: TestClient, known: dict[str, str]) -> None:
         for mode in GenerationMode:
             _try(operation, mode, client, known, seen)
     assert len(operations) == sum(len(path) for path in client.get("/openapi.json").json()["paths"].values())
+    assert seen["unsent"] <= len(operations), seen
     assert seen["2xx"] >= len(operations) and seen["4xx"] >= len(operations), seen
 
 
@@ -94,7 +96,11 @@ def _try(
             words["content"] = data if isinstance(data, bytes | str) else str(data)
         if "text/event-stream" in str(words.get("headers", {}).get("accept", "")):
             return  # a stream of a job that lives has no end
-        answer = client.request(**words)
+        try:
+            answer = client.request(**words)
+        except httpx2.InvalidURL:  # longer than the client sends: no server hears of it
+            seen["unsent"] += 1
+            return
         seen[f"{answer.status_code // 100}xx"] += 1
         case.validate_response(answer, checks=CHECKS)
 
