@@ -35,13 +35,13 @@ down: setup      ## end what `make up` left running
 
 test: setup services  ## everything that a machine without a GPU can show (under 15 minutes)
 	$(MAKE) --no-print-directory check
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	@scripts/test $(BIN)/python
 
 soak: setup      ## inject faults into a running service for about half an hour; FAULTS="--kills 5 --rounds 1" for less
 	$(BIN)/python -m tests.e2e.faults $(FAULTS)
 
 quick: setup     ## the fast part of the tests (under 2 minutes)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not multiproc and not service'
+	$(BIN)/python -m pytest -n 2 -m 'not multiproc and not service'
 
 check: setup     ## ruff and mypy
 	$(BIN)/ruff check .
