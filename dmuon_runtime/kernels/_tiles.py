@@ -1,7 +1,7 @@
 """Which tile of quack's GEMMs suits a product, by its size.
 
 quack takes one tile for every symmetric product on SM90 (128 x 256 in clusters of 2 x 1). Measured on an H200
-(`python -m benchmarks.tiles`, microseconds in a CUDA graph), the best of these tiles is up to three times faster for
+(`python -m benchmarks.tiles`, microseconds in a CUDA graph), the best of these tiles is up to 2.8 times faster for
 one small matrix and 1.3 times for one of 2048 or 4096.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query, Request
@@ -15,7 +16,9 @@ from orchestrator.api.build import job_resource, job_summary
 from orchestrator.api.service import Body, IdempotencyHeader, Service, ServiceOf, answer_once, keyed, reply
 from orchestrator.errors import InvalidInput, UnsupportedType, as_service_error
 from orchestrator.paths import check_paths
+from orchestrator.store.idempotency import KeyedRequest
 from orchestrator.store.jobs import JobFilter, cancel_job, find_job, list_jobs, submit_job
+from orchestrator.store.models import Job
 from orchestrator.store.quotas import check_queue_room
 from orchestrator.store.stops import pause_job, resume_job
 from worker.contract.errors import ContractError, FieldError
@@ -115,17 +118,19 @@ def look(service: ServiceOf, _: Reader, job_id: str) -> Response:
         return reply(job_resource(session, job), headers={"ETag": f'"{job.version}"'})
 
 
+def _move(service: Service, request: KeyedRequest, job_id: str, move: Callable[..., Job]) -> Response:
+    """Answer with the job after ``move(session, job_id, now=...)``, once for each key."""
+    return answer_once(
+        service, request, 200, lambda session: job_resource(session, move(session, job_id, now=service.clock()))
+    )
+
+
 @router.post("/jobs/{job_id}:cancel", response_model=r.JobResource)
 def cancel(
     request: Request, service: ServiceOf, principal: Writer, job_id: str, body: Body, key: IdempotencyHeader = None
 ) -> Response:
     """Cancel a job: at once where nothing runs, else gracefully. Asking again is harmless."""
-    return answer_once(
-        service,
-        keyed(request, principal, key, body),
-        200,
-        lambda session: job_resource(session, cancel_job(session, job_id, now=service.clock())),
-    )
+    return _move(service, keyed(request, principal, key, body), job_id, cancel_job)
 
 
 @router.post("/jobs/{job_id}:pause", response_model=r.JobResource)
@@ -133,12 +138,7 @@ def pause(
     request: Request, service: ServiceOf, principal: Writer, job_id: str, body: Body, key: IdempotencyHeader = None
 ) -> Response:
     """Pause a job: it saves a checkpoint and releases what it holds. Asking again is harmless."""
-    return answer_once(
-        service,
-        keyed(request, principal, key, body),
-        200,
-        lambda session: job_resource(session, pause_job(session, job_id, now=service.clock())),
-    )
+    return _move(service, keyed(request, principal, key, body), job_id, pause_job)
 
 
 @router.post("/jobs/{job_id}:resume", response_model=r.JobResource)
@@ -146,9 +146,4 @@ def resume(
     request: Request, service: ServiceOf, principal: Writer, job_id: str, body: Body, key: IdempotencyHeader = None
 ) -> Response:
     """Put a paused job back into the queue; it continues from its newest checkpoint."""
-    return answer_once(
-        service,
-        keyed(request, principal, key, body),
-        200,
-        lambda session: job_resource(session, resume_job(session, job_id, now=service.clock())),
-    )
+    return _move(service, keyed(request, principal, key, body), job_id, resume_job)

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from dmuon_runtime import ledger
+from dmuon_runtime._ns_iterations import direct_iteration
+from dmuon_runtime.coefficients import POLAR_EXPRESS_COEFFICIENTS
 from dmuon_runtime.kernels import KERNELS, KernelUnavailable, get_backend_status, get_ns_backend, syrk_quack
 from dmuon_runtime.kernels._blocked import Blocked
 from dmuon_runtime.kernels._registry import KernelChoice, active_kernel, decide_choice
@@ -148,3 +150,23 @@ def test_reports_on_a_cpu() -> None:
         "cublas_always_available": True,
     }
     assert get_ns_backend() == "Gram NS · kernel=cublas (CPU, universal fallback)"
+
+
+class AddsAtOnce(Blocked):
+    """A kernel that adds ``a X`` in the product, as quack's does on a GPU."""
+
+    def adds_at_once(self, left: torch.Tensor, right: torch.Tensor) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("shape", [(2, 24, 24), (1, 16, 40), (1, 40, 16)], ids=str)
+def test_adding_in_the_product_is_adding_to_the_diagonal(shape: tuple[int, int, int]) -> None:
+    """The direct form in both ways, tall and wide, in float64."""
+    torch.manual_seed(0)
+    x = torch.randn(shape, dtype=torch.float64)
+    x = x / torch.linalg.matrix_norm(x)[:, None, None]
+    found = []
+    for kernel in (Blocked(), AddsAtOnce()):
+        (long,), q = direct_iteration([x], POLAR_EXPRESS_COEFFICIENTS, kernel)
+        found.append(torch.bmm(*long.operands(q)))
+    assert torch.allclose(found[0], found[1], rtol=1e-9, atol=1e-12)
