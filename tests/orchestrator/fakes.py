@@ -163,11 +163,13 @@ class FakePlanner:
 
     def __init__(self) -> None:
         self.refuse: tuple[FieldError, ...] = ()
+        self.chips: list[str | None] = []
         self.before: Callable[[], None] = lambda: None
         self.closed = False
 
-    def plan(self, spec: JobSpec) -> PlanReport:
+    def plan(self, spec: JobSpec, *, chip: str | None = None) -> PlanReport:
         self.before()
+        self.chips.append(chip)
         if self.refuse:
             raise PlanRefusedProblem("no plan can be made", self.refuse)
         return make_plan(spec) if spec.optimizer.kind == "dmuon" else make_baseline_plan(spec)
