@@ -117,7 +117,7 @@ def write_result(name: str, rows: Sequence[Mapping[str, Any]], **facts: Any) -> 
     packages = ["torch", "triton", "quack-kernels", "nvidia-cutlass-dsl", "gram-newton-schulz", "transformers", "ray"]
     document = {
         "benchmark": name,
-        "command": " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", _module(name), *sys.argv[1:]]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "device": device,
         "machine": {
@@ -134,6 +134,12 @@ def write_result(name: str, rows: Sequence[Mapping[str, Any]], **facts: Any) -> 
     path.write_text(json.dumps(document, indent=1) + "\n")
     print(f"written: {path.relative_to(RESULTS.parent.parent)}")
     return path
+
+
+def _module(name: str) -> str:
+    """Return the module that runs, or the one of that name where Python was started in another way."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec.name if spec is not None and spec.name.startswith("benchmarks.") else f"benchmarks.{name}"
 
 
 def _version(package: str) -> str | None:
