@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import dmuon_runtime as dmuon
 from benchmarks.common import RESULTS, print_table, write_result
@@ -42,8 +41,8 @@ PUBLISHED = {"fsdp2 + adamw": (319.2, 5.1), "public dmuon": (361.5, 54.4)}
 """Step and optimizer ms of the workload ``llama`` on 2 H200s, torch 2.11."""
 
 
-def plan_of(workload: Workload, mesh: tuple[int, int], *, reshard: bool = True) -> tuple[nn.Module, dmuon.RuntimePlan]:
-    """Return the model on meta tensors and the plan of the contestant ``ours pure``."""
+def plan_of(workload: Workload, mesh: tuple[int, int], *, reshard: bool = True) -> dmuon.RuntimePlan:
+    """Return the plan of the contestant ``ours pure``, made on meta tensors."""
     model = workload.build(torch.device("meta"))
     policy = {
         "defaults": {"route": "muon", "param_dtype": torch.bfloat16, "grad_dtype": torch.float32},
@@ -52,10 +51,9 @@ def plan_of(workload: Workload, mesh: tuple[int, int], *, reshard: bool = True) 
             {"name": ["embed_tokens", "lm_head"], "set": {"route": "sharded_adamw"}},
         ],
     }
-    plan = dmuon.plan_params(
+    return dmuon.plan_params(
         model, mesh, lambda _, p: p.requires_grad, param_policy=policy, reshard_after_forward=reshard
     )
-    return model, plan
 
 
 def work_of(workload: Workload) -> StepWork:
@@ -67,9 +65,9 @@ def work_of(workload: Workload) -> StepWork:
     )
 
 
-def predict(workload: Workload, mesh: tuple[int, int], *, reshard: bool = True) -> Prediction:
-    """Return the prediction for ``ours pure`` on H200s."""
-    return predict_step(plan_of(workload, mesh, reshard=reshard)[1], H200, work_of(workload))
+def predict(workload: Workload, mesh: tuple[int, int], *, reshard: bool = True, chip: ChipFigures = H200) -> Prediction:
+    """Return the prediction for ``ours pure``."""
+    return predict_step(plan_of(workload, mesh, reshard=reshard), chip, work_of(workload))
 
 
 def ns_cases() -> Iterator[tuple[str, list[MatrixShape], float]]:
