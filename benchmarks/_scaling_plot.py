@@ -63,7 +63,7 @@ def plot(results: Sequence[Result], path: Path, chip: str | None = None) -> None
 
     device = results[0]["device"]
     figures = find_chip(chip) if chip is not None else CHIPS.get(chip_key(device))
-    figure, axes = pyplot.subplots(figsize=(8, 4.8), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(10, 4.8), layout="constrained")
     measured = [row | {"gpus": result["world_size"]} for result in results for row in result["rows"]]
     colors: dict[str, str] = {}
     for name, points in _series([row for row in measured if row["contestant"].startswith("ours")], "overhead %"):
@@ -80,7 +80,7 @@ def plot(results: Sequence[Result], path: Path, chip: str | None = None) -> None
     axes.minorticks_off()
     axes.set_title(f"Step overhead over AdamW on the same mesh: {results[0]['workload']}, {device}")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside right upper", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

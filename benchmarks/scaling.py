@@ -4,10 +4,11 @@
         [--layouts 1x8,2x4,replicated] [--only "ours pure Z3,fsdp2 + adamw Z3"]
     python -m benchmarks.scaling --plot docs/images/scaling-measured.png [--workload llama] [--chip nvidia-h200]
 
-One command a number of GPUs; each writes one JSON. Contestants of a layout take turns, and leave before the next one's
-come. Times are medians over rounds, of the slowest rank. Overhead is over FSDP2 with AdamW (DDP with AdamW for
-replicated storage) on the same mesh and with the same Z mode. Beside what is measured stands what the plan says of it:
-bytes, matrices, the busiest owner over the mean. The picture adds what the cost model predicts.
+One command a number of GPUs; each writes one JSON. Contestants of a layout and Z mode take turns, and leave before the
+next ones come: three models are in memory at once. Times are medians over rounds, of the slowest rank. Overhead is over
+FSDP2 with AdamW (DDP with AdamW for replicated storage) on the same mesh and with the same Z mode. Beside what is
+measured stands what the plan says of it: bytes, matrices, the busiest owner over the mean. The picture adds what the
+cost model predicts.
 
 Batches grow with the world. That worlds of different sizes train the same is shown apart: every layout also does some
 steps on eight sequences that stay the same, and its losses must be those of every other layout and size.
@@ -58,9 +59,11 @@ class Layout:
         """As ``--layouts`` says it."""
         return "replicated" if self.replicated else f"{self.replicate}x{self.shard}"
 
-    def contestants(self) -> list[str]:
-        """Return all that run on it, the AdamW of each mode first."""
-        return list(REPLICATED) if self.replicated else [f"{name} {mode}" for mode in ("Z3", "Z2") for name in SHARDED]
+    def turns(self, only: Sequence[str] | None = None) -> list[list[str]]:
+        """Return the contestants that are in memory at once and take turns: those of one Z mode, AdamW first."""
+        every = [list(REPLICATED)] if self.replicated else [[f"{n} {mode}" for n in SHARDED] for mode in ("Z3", "Z2")]
+        chosen = [[name for name in names if only is None or name in only] for names in every]
+        return [names for names in chosen if names]
 
 
 def layouts_of(world_size: int, asked: str | None = None) -> list[Layout]:
@@ -149,10 +152,9 @@ class _Counted:
 
 
 def measure(
-    layout: Layout, workload: Workload, device: torch.device, rounds: int, only: Sequence[str] | None = None
+    layout: Layout, names: Sequence[str], workload: Workload, device: torch.device, rounds: int
 ) -> list[dict[str, Any]]:
-    """Build the contestants of a layout, warm up, time in turns; return a row for each. Collective."""
-    names = [name for name in layout.contestants() if only is None or name in only]
+    """Build contestants of a layout, warm up, time in turns; return a row for each. Collective."""
     runners = [_build(name, layout, workload, device) for name in names]
     for runner in runners:
         before = _allocated(device)
@@ -169,12 +171,17 @@ def measure(
             "layout": layout.name, "mesh": (layout.replicate, layout.shard), "contestant": runner.name,
             "step ms": step_ms[runner.name],
             "overhead %": (step_ms[runner.name] / step_ms[baseline] - 1) * 100 if baseline in step_ms else None,
-            "update ms": statistics.median(runner.update_ms), "peak GiB": runner.peak_bytes / 2**30,
-            "resident GiB": runner.resident_bytes / 2**30, "first losses": runner.losses,
+            "update ms": statistics.median(runner.update_ms), "peak GiB": _gib(runner.peak_bytes, device),
+            "resident GiB": _gib(runner.resident_bytes, device), "first losses": runner.losses,
         }  # fmt: skip
         ranks = [entry for rank in everyone if (entry := rank[index]) is not None]
         rows.append(row | (_counted_row(dmuon.get_plan(runner.contestant.model), ranks, rounds) if ranks else {}))
     return rows
+
+
+def _gib(size: int, device: torch.device) -> float | None:
+    """Return GiB; None on a CPU, where nobody counts what is allocated."""
+    return size / 2**30 if device.type == "cuda" else None
 
 
 def _timed(runners: Sequence[Runner], rounds: int, device: torch.device) -> list[_Counted | None]:
@@ -254,8 +261,9 @@ def run(
     for layout in layouts:
         losses[layout.name] = same_batch_losses(layout, workload, device)
         _let_go(device)
-        rows += measure(layout, workload, device, rounds, only)
-        _let_go(device)
+        for names in layout.turns(only):
+            rows += measure(layout, names, workload, device, rounds)
+            _let_go(device)
     return rows, losses
 
 
@@ -293,7 +301,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _names(only: str | None) -> Iterator[str]:
-    known = {name for layout in (Layout(1, 1), Layout(1, 1, replicated=True)) for name in layout.contestants()}
+    layouts = (Layout(1, 1), Layout(1, 1, replicated=True))
+    known = {name for layout in layouts for names in layout.turns() for name in names}
     for name in [] if only is None else only.split(","):
         if name.strip() not in known:
             raise SystemExit(f"--only names {name.strip()!r}; there are {', '.join(sorted(known))}")
