@@ -20,6 +20,7 @@ import torch
 
 import dmuon_runtime as dmuon
 from benchmarks.common import RESULTS, print_table, write_result
+from benchmarks.newton_schulz import gpu_cases
 from benchmarks.workloads import WORKLOADS, Workload
 from dmuon_runtime.chips import H200, ChipFigures
 from dmuon_runtime.cost_model import Axis, Prediction, StepWork, ns_seconds, predict_step, split_ns_seconds
@@ -37,6 +38,7 @@ MESHES = ((1, 8), (1, 64), (8, 8), (1, 1024), (128, 8), (16, 64), (2048, 8), (25
 """Replicate x shard."""
 PUBLIC_NS_MS = {(2048, 2048): 0.650, (2048, 8192): 1.055}
 """One call of the public dmuon package's Newton-Schulz, one matrix after the other, in the run of the rows below."""
+CASE_KINDS = {"Llama-3-8B, 1 of 8 ranks": "set by it"}
 PUBLISHED = {"fsdp2 + adamw": (319.2, 5.1), "public dmuon": (361.5, 54.4)}
 """Step and optimizer ms of the workload ``llama`` on 2 H200s, torch 2.11."""
 
@@ -72,16 +74,20 @@ def predict(workload: Workload, mesh: tuple[int, int], *, reshard: bool = True, 
 
 def ns_cases() -> Iterator[tuple[str, list[MatrixShape], float]]:
     """Yield name, matrices and measured seconds of each Newton-Schulz case on an H200."""
-    document = json.loads((RESULTS / "newton_schulz-nvidia-h200.json").read_text())
-    for row in document["rows"]:
-        shapes = [MatrixShape(*map(int, part.split("x"))) for part in row["case"].split(" + ")]
-        yield row["case"], shapes, row["ours gram"] * 1e-3
+    shapes = gpu_cases()
+    for row in json.loads((RESULTS / "newton_schulz-nvidia-h200.json").read_text())["rows"]:
+        yield row["case"], [MatrixShape(*shape) for shape in shapes[row["case"]]], row["ours"] * 1e-3
+
+
+def is_fitted(name: str) -> bool:
+    """True for the cases that set the figures of a group: shapes alone; those with a model's name are longer work."""
+    return name[0].isdigit()
 
 
 def fitted() -> tuple[float, float, float]:
     """Return seconds a group, FLOP/s and seconds an element that fit the measured cases best, by relative error."""
     rows, ones = [], []
-    for _, shapes, seconds in ns_cases():
+    for shapes, seconds in ((shapes, seconds) for name, shapes, seconds in ns_cases() if is_fitted(name)):
         elements = sum(s.count * s.rows * s.columns for s in shapes)
         rows.append([1 / seconds, sum(map(ns_flops, shapes)) / seconds, elements / seconds])
         ones.append([1.0])
@@ -95,10 +101,10 @@ def _print_fit() -> None:
     group, rate, element = fitted()
     print(f"ns_group_s={group:.4g}, ns_flops_per_s={rate:.4g}, ns_element_s={element:.4g}")
     rows = [
-        (name, seconds * 1e3, ns_seconds(H200, shapes) * 1e3, ns_seconds(H200, shapes) / seconds - 1)
+        (name, seconds * 1e3, ns_seconds(H200, shapes) * 1e3, ns_seconds(H200, shapes) / seconds - 1, is_fitted(name))
         for name, shapes, seconds in ns_cases()
     ]
-    print_table(("case", "measured ms", "model ms", "error"), rows)
+    print_table(("case", "measured ms", "model ms", "error", "sets the model"), rows)
 
 
 def _check(what: str, predicted: float, measured: float, kind: str) -> dict[str, Any]:
@@ -121,6 +127,10 @@ def checks() -> list[dict[str, Any]]:
         _check("public dmuon, optimizer ms", public_update, update_ms, "check"),
         _check("public dmuon, step ms", rest + public_update, step_ms, "check"),
     ]
+    for name, shapes, seconds in ns_cases():
+        if not is_fitted(name):
+            kind = CASE_KINDS.get(name, "check")
+            rows.append(_check(f"Newton-Schulz, {name}, ms", ns_seconds(H200, shapes) * 1e3, seconds * 1e3, kind))
     return [*rows, *_step_checks()]
 
 
@@ -128,12 +138,10 @@ def _step_checks() -> Iterator[dict[str, Any]]:
     """Yield checks against the measured steps of this repository, if there are some."""
     for path in sorted(RESULTS.glob("step-*-nvidia-h200.json")):
         document = json.loads(path.read_text())
-        mesh = tuple(document.get("mesh", ()))
-        name = path.name.removeprefix("step-").split("-nvidia")[0].rsplit("-", 1)[0]
-        if name not in WORKLOADS or len(mesh) != 2 or mesh[0] * mesh[1] < 2:
-            continue
+        replicas, shards = document["mesh"]
+        name = document["benchmark"].removeprefix("step-").rpartition("-")[0]
         for row in document["rows"]:
-            yield from _row_checks(name, (mesh[0], mesh[1]), row)
+            yield from _row_checks(name, (replicas, shards), row)
 
 
 def _row_checks(name: str, mesh: tuple[int, int], row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -146,6 +154,8 @@ def _row_checks(name: str, mesh: tuple[int, int], row: Mapping[str, Any]) -> Ite
     yield _check(f"{what}, step ms", (found.step_s if ours else found.adamw_step_s) * 1e3, row["step ms"], "check")
     update = found.update_s if ours else found.adamw_update_s
     yield _check(f"{what}, update ms", update * 1e3, row["update ms"], "check")
+    resident = found.resident_bytes if ours else found.adamw_resident_bytes
+    yield _check(f"{what}, resident GiB", resident / 2**30, row["resident GiB"], "check")
     measured = row.get("counted", {}).get("newton-schulz ms")
     if ours and measured:
         yield _check(f"{what}, Newton-Schulz ms", found.ns_s * 1e3, measured, "check")

@@ -23,6 +23,10 @@ class ChipFigures:
     """Newton-Schulz FLOPs, symmetric products charged half."""
     ns_element_s: float
     """Casting, normalising and writing one element of a matrix."""
+    ns_burst_s: float
+    """How long Newton-Schulz goes at that rate in a step, before the chip lowers its clocks."""
+    ns_sustained_ratio: float
+    """What the same work takes after that, over what it took before."""
     gpus_per_node: int
     node_bytes_per_s: float
     """One collective's bytes through a GPU, within a node."""
@@ -45,11 +49,14 @@ H200 = ChipFigures(
     train_flops_per_s=380.5e12,
     # The fused AdamW of the same run: 602.5 million elements of 28 bytes in 5.1 ms.
     memory_bytes_per_s=3.3e12,
-    # Least squares of relative errors over the 16 cases of benchmarks/results/newton_schulz-nvidia-h200.json ("ours
-    # gram"; python -m benchmarks.cost_model --fit): root mean square 8 %, largest 15 %.
-    ns_group_s=78.6e-6,
-    ns_flops_per_s=726.7e12,
-    ns_element_s=8.07e-12,
+    # Least squares of relative errors over the 16 cases of benchmarks/results/newton_schulz-nvidia-h200.json that name
+    # shapes alone (python -m benchmarks.cost_model --fit).
+    ns_group_s=64.8e-6,
+    ns_flops_per_s=745e12,
+    ns_element_s=8.21e-12,
+    # By eye from those cases, which take up to 15 ms; the ratio from "Llama-3-8B, 1 of 8 ranks" in the same file.
+    ns_burst_s=15e-3,
+    ns_sustained_ratio=1.2,
     gpus_per_node=8,
     # NCCL all-reduce of 1 GiB on 2 GPUs.
     node_bytes_per_s=328e9,

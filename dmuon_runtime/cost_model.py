@@ -105,14 +105,22 @@ class Prediction:
 
 
 def ns_seconds(chip: ChipFigures, matrices: Iterable[MatrixShape]) -> float:
-    """Return the time of one rank's Newton-Schulz: a group for each short side, one after the other."""
+    """Return the time of one rank's Newton-Schulz: a group for each short side, one after the other.
+
+    What goes on longer than the chip keeps its clocks takes longer from then on.
+    """
     groups: dict[int, float] = {}
     for matrix in matrices:
         elements = matrix.count * matrix.rows * matrix.columns
         work = ns_flops(matrix) / chip.ns_flops_per_s + elements * chip.ns_element_s
         short = min(matrix.rows, matrix.columns)
         groups[short] = groups.get(short, chip.ns_group_s) + work
-    return sum(groups.values())
+    return _sustained(chip, sum(groups.values()))
+
+
+def _sustained(chip: ChipFigures, fresh: float) -> float:
+    """Return what work of ``fresh`` seconds takes on a chip that lowers its clocks after a while."""
+    return fresh + max(0.0, fresh - chip.ns_burst_s) * (chip.ns_sustained_ratio - 1.0)
 
 
 def split_ns_seconds(chip: ChipFigures, matrix: MatrixShape, axis: Axis) -> float:
@@ -127,7 +135,8 @@ def split_ns_seconds(chip: ChipFigures, matrix: MatrixShape, axis: Axis) -> floa
     shared = (ns_flops(matrix) - alone) / axis.size
     elements = matrix.count * short * long / axis.size
     sums = (1 + NUM_RESTARTS) * collective_seconds(chip, "all_reduce", 4 * matrix.count * short**2, axis)
-    return chip.ns_group_s + (alone + shared) / chip.ns_flops_per_s + elements * chip.ns_element_s + sums
+    work = (alone + shared) / chip.ns_flops_per_s + elements * chip.ns_element_s
+    return _sustained(chip, chip.ns_group_s + work) + sums
 
 
 def mesh_axes(chip: ChipFigures, mesh_shape: tuple[int, int]) -> tuple[Axis, Axis]:

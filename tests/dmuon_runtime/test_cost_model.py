@@ -57,6 +57,15 @@ def test_matrices_of_one_short_side_share_a_group() -> None:
     assert ns_seconds(H200, [MatrixShape(1, 1024, 256)] * 2) == pytest.approx(ns_seconds(H200, [wide]))
 
 
+def test_long_work_is_slowed_by_the_chips_power_limit() -> None:
+    matrix = MatrixShape(1, 4096, 4096)
+    slow, steady = replace(H200, ns_sustained_ratio=2.0), replace(H200, ns_sustained_ratio=1.0)
+    assert ns_seconds(slow, [matrix]) == ns_seconds(steady, [matrix]) < H200.ns_burst_s
+    long = ns_seconds(steady, [matrix] * 100)
+    assert long > H200.ns_burst_s
+    assert ns_seconds(slow, [matrix] * 100) == pytest.approx(long + (long - H200.ns_burst_s))
+
+
 def test_a_collective_takes_its_bytes_over_the_narrowest_wire() -> None:
     free = replace(H200, collective_s=0.0, node_hop_s=0.0, network_hop_s=0.0)
     node, rate = Axis(8, 8), 1e9 / H200.node_bytes_per_s
@@ -128,9 +137,10 @@ def test_an_unknown_chip_is_refused_with_those_that_are_known() -> None:
 
 
 def test_the_figures_of_the_h200_are_those_that_were_measured() -> None:
+    """Steps are left out: they are measured anew as the runtime changes, and the script lists them."""
     errors = [ns_seconds(H200, shapes) / seconds - 1 for _, shapes, seconds in script.ns_cases()]
-    assert max(map(abs, errors)) < 0.2, "fit again: python -m benchmarks.cost_model --fit"
+    assert max(map(abs, errors)) < 0.25, "fit again: python -m benchmarks.cost_model --fit"
     assert sum(error**2 for error in errors) / len(errors) < 0.1**2
-    published = [row for row in script.checks() if row["what"].startswith(("fsdp2", "public"))]
-    assert {row["kind"] for row in published} == {"check", "set by it"}
-    assert all(abs(row["error"]) < 0.15 for row in published), published
+    rows = [row for row in script.checks() if row["what"].startswith(("fsdp2", "public", "Newton-Schulz"))]
+    assert {row["kind"] for row in rows} == {"check", "set by it"} and len(rows) >= 7
+    assert all(abs(row["error"]) < 0.15 for row in rows), rows
