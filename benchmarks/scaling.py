@@ -186,6 +186,8 @@ def _gib(size: int, device: torch.device) -> float | None:
 
 def _timed(runners: Sequence[Runner], rounds: int, device: torch.device) -> list[_Counted | None]:
     """Time in turns; return what this rank counted of each."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # what warming up began is counted before
     before = [_snapshot(runner) for runner in runners]
     ns = [0.0] * len(runners)
     for number in range(rounds):
