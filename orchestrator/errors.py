@@ -15,7 +15,7 @@ from worker.contract.errors import ContractError, FieldError
 __all__ = [
     "PROBLEM_TYPE", "BadRequest", "BreakerAbsent", "ChildFailed", "ComparisonInvalid", "Conflict", "FollowTimeout",
     "Forbidden", "IdempotencyMismatch", "IdempotencyRunning", "InvalidInput", "InvalidPageToken", "JobFinished",
-    "LauncherUnavailable", "LeaseLost", "MethodNotAllowed", "NotFound", "PlanMismatch", "PlanRefusedProblem",
+    "KernelsAbsent", "LauncherUnavailable", "LeaseLost", "MethodNotAllowed", "NotFound", "PlanMismatch", "PlanRefusedProblem",
     "PlannerFailed", "PreconditionFailed", "Problem", "QuotaExceeded", "RayProcessError", "RequestRefused",
     "RequestTimeout", "ServiceError", "ServiceUnreachable", "SettingsInvalid", "SpecInvalidProblem", "StaleWrite",
     "StartFailed", "StoreUnavailable", "StoreUnusable", "SupervisorGone", "SwapImpossible", "TooLarge",
@@ -212,6 +212,12 @@ class BreakerAbsent(Conflict):
     """The kernel has no breaker."""
 
     code, title = "breaker_absent", "This kernel has no breaker"
+
+
+class KernelsAbsent(Conflict):
+    """The job launches none of our kernels: a word on them would change nothing."""
+
+    code, title = "kernels_absent", "This job has no kernels to operate"
 
 
 class SwapImpossible(Conflict):
