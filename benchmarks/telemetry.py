@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon_runtime as dmuon
-from benchmarks.common import write_result
+from benchmarks.common import join_group, write_result
 from benchmarks.contestants import BUILDERS, Contestant
 from benchmarks.pairs import excess
 from benchmarks.workloads import WORKLOADS, Workload
@@ -199,12 +199,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--workload", choices=WORKLOADS, default=None)
     parser.add_argument("--rounds", type=int, default=200)
     arguments = parser.parse_args(argv)
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    else:
+    device = join_group()
+    cuda = device.type == "cuda"
+    if not cuda:
         torch.set_num_threads(1)
     name = arguments.workload or ("llama" if cuda else "cpu")
     grid = init_device_mesh(device.type, (1, dist.get_world_size()), mesh_dim_names=("replicate", "shard"))

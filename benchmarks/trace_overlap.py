@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import dmuon_runtime as dmuon
-from benchmarks.common import print_table, write_result
+from benchmarks.common import join_group, print_table, write_result
 from benchmarks.contestants import BUILDERS, Contestant
 from benchmarks.traces import PREFIX, TracedComm, read_overlap
 from benchmarks.workloads import WORKLOADS, Workload
@@ -109,10 +109,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         raise SystemExit("trace_overlap compares kernels on a GPU, and there is none here")
-    dist.init_process_group("nccl")
+    device = join_group()
     rank = dist.get_rank()
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
     grid = init_device_mesh("cuda", (1, dist.get_world_size()), mesh_dim_names=("replicate", "shard"))
     workload, mode = WORKLOADS[arguments.workload], arguments.mode
     contestant = BUILDERS[mode[:-3]](workload.build(device), grid, mode.endswith("Z3"), torch.bfloat16)
