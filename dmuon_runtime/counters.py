@@ -43,7 +43,7 @@ class CountersSnapshot:
     """Collectives whose seconds are not in yet."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Total:
     collectives: int = 0
     seconds: float = 0.0
@@ -66,7 +66,9 @@ class Counters:
 
     def add_collective(self, key: Key | None, payload_bytes: int, span: Span) -> None:
         """Count one collective that was just issued; ``key`` None is control traffic."""
-        total = self._totals.setdefault(key, _Total())
+        total = self._totals.get(key)
+        if total is None:
+            total = self._totals[key] = _Total()
         total.collectives += 1
         total.payload_bytes += payload_bytes
         self._pending.append((key, span))

@@ -37,6 +37,13 @@ class NsCount:
     seconds: float = 0.0
 
 
+@dataclass(slots=True)
+class _Total:
+    launches: int = 0
+    matrices: int = 0
+    seconds: float = 0.0
+
+
 class Trial:
     """Matrices that were orthogonalised, and are counted only when the results are kept."""
 
@@ -65,7 +72,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: dict[Key, NsCount] = {}
+        self._counts: dict[Key, _Total] = {}
         self._pending: deque[tuple[Key, torch.Event, torch.Event]] = deque()
         self._compared: Launches = {}
         self._local = _Local()
@@ -163,7 +170,7 @@ class Ledger:
         """Return the totals so far; never synchronises a device."""
         with self._lock:
             self._settle()
-            return dict(self._counts)
+            return {key: NsCount(each.launches, each.matrices, each.seconds) for key, each in self._counts.items()}
 
     def _add(self, key: Key, *, launches: int = 0, matrices: int = 0, seconds: float = 0.0) -> None:
         if self._local.is_muted:
@@ -173,8 +180,12 @@ class Ledger:
             self._bump(key, launches, matrices, seconds)
 
     def _bump(self, key: Key, launches: int, matrices: int, seconds: float) -> None:
-        old = self._counts.get(key, NsCount())
-        self._counts[key] = NsCount(old.launches + launches, old.matrices + matrices, old.seconds + seconds)
+        total = self._counts.get(key)
+        if total is None:
+            total = self._counts[key] = _Total()
+        total.launches += launches
+        total.matrices += matrices
+        total.seconds += seconds
 
     def _settle(self) -> None:
         while self._pending and self._pending[0][2].query():

@@ -15,11 +15,12 @@ from worker.contract.errors import ContractError, FieldError
 __all__ = [
     "PROBLEM_TYPE", "BadRequest", "BreakerAbsent", "ChildFailed", "ComparisonInvalid", "Conflict", "FollowTimeout",
     "Forbidden", "IdempotencyMismatch", "IdempotencyRunning", "InvalidInput", "InvalidPageToken", "JobFinished",
-    "KernelsAbsent", "LauncherUnavailable", "LeaseLost", "MethodNotAllowed", "NotFound", "PlanMismatch", "PlanRefusedProblem",
-    "PlannerFailed", "PreconditionFailed", "Problem", "QuotaExceeded", "RayProcessError", "RequestRefused",
-    "RequestTimeout", "ServiceError", "ServiceUnreachable", "SettingsInvalid", "SpecInvalidProblem", "StaleWrite",
-    "StartFailed", "StoreUnavailable", "StoreUnusable", "SupervisorGone", "SwapImpossible", "TooLarge",
-    "TooManyStreams", "Unauthorized", "UnsupportedType", "as_service_error", "error_of_status", "field_errors_of",
+    "KernelsAbsent", "LauncherUnavailable", "LeaseLost", "MethodNotAllowed", "NotFound", "PlanMismatch",
+    "PlanRefusedProblem", "PlannerFailed", "PreconditionFailed", "Problem", "QuotaExceeded", "RayProcessError",
+    "RequestRefused", "RequestTimeout", "ServiceError", "ServiceUnreachable", "SettingsInvalid",
+    "SpecInvalidProblem", "StaleWrite", "StartFailed", "StoreUnavailable", "StoreUnusable", "SupervisorGone",
+    "SwapImpossible", "TooLarge", "TooManyStreams", "Unauthorized", "UnsupportedType", "as_service_error",
+    "error_of_status", "field_errors_of",
 ]  # fmt: skip
 
 PROBLEM_TYPE = "application/problem+json"
