@@ -74,19 +74,20 @@ class Ledger:
         self._lock = threading.Lock()
         self._counts: dict[Key, _Total] = {}
         self._pending: deque[tuple[Key, torch.Event, torch.Event]] = deque()
+        self._launched: Launches = {}
+        """Launches of which :attr:`_counts` does not know yet: this is the place that is passed most often."""
         self._compared: Launches = {}
         self._local = _Local()
 
     def count_launch(self, kernel: str, algorithm: str) -> None:
         """Count one symmetric product, after its launch returned."""
-        recording = self._local.recording
-        if recording is not None:
-            recording[kernel, algorithm] = recording.get((kernel, algorithm), 0) + 1
-        elif self._local.is_comparing and not self._local.is_muted:
+        key, local = (kernel, algorithm), self._local
+        counts = local.recording
+        if counts is None and not local.is_muted:
+            counts = self._compared if local.is_comparing else self._launched
+        if counts is not None:
             with self._lock:
-                self._compared[kernel, algorithm] = self._compared.get((kernel, algorithm), 0) + 1
-        else:
-            self._add((kernel, algorithm), launches=1)
+                counts[key] = counts.get(key, 0) + 1
 
     @contextmanager
     def recording(self) -> Iterator[Launches]:
@@ -188,6 +189,9 @@ class Ledger:
         total.seconds += seconds
 
     def _settle(self) -> None:
+        for key, launches in self._launched.items():
+            self._bump(key, launches, 0, 0.0)
+        self._launched.clear()
         while self._pending and self._pending[0][2].query():
             key, first, last = self._pending.popleft()
             self._bump(key, 0, 0, first.elapsed_time(last) / 1e3)

@@ -85,9 +85,8 @@ _LOCAL = _Local()
 
 def _keep_thread_state() -> None:
     """Take one more hold of the calling thread's state than is ever released; see the note of this module."""
-    if not _LOCAL.is_kept:
-        _LOCAL.is_kept = True
-        ctypes.pythonapi.PyGILState_Ensure()
+    _LOCAL.is_kept = True
+    ctypes.pythonapi.PyGILState_Ensure()
 
 
 class HostSpan:
@@ -105,7 +104,8 @@ class HostSpan:
 
     def _ended(self, _future: object) -> None:
         self._end_s = time.perf_counter()
-        _keep_thread_state()
+        if not _LOCAL.is_kept:
+            _keep_thread_state()
 
     def follow(self, work: Work) -> None:
         """Let the completion callback set the end."""

@@ -165,6 +165,12 @@ def test_watch_a_job_trip_its_kernel_swap_it_and_cancel(service: OwnService, tmp
         say(page, "another trial")
         expect(page.locator("#swap-state")).to_contain_text("committed at step", timeout=60_000)
         running(page, "cublas")
+
+        page.set_viewport_size(PHONE)
+        page.wait_for_timeout(500)  # the charts follow the window
+        assert wide(page) <= 0, "a phone does not scroll sideways"
+        page.screenshot(path=tmp_path / "live-phone.png", full_page=True)
+        page.set_viewport_size(DESKTOP)
         press(page, "Pause")
         page.locator("#confirm-yes").click()
         expect(page.locator("#job-state")).to_have_text("PAUSED", timeout=60_000)
@@ -172,12 +178,6 @@ def test_watch_a_job_trip_its_kernel_swap_it_and_cancel(service: OwnService, tmp
         press(page, "Resume")
         page.locator("#confirm-yes").click()
         running(page, "cublas")  # what was swapped in runs in the next attempt too
-
-        page.set_viewport_size(PHONE)
-        page.wait_for_timeout(500)  # the charts follow the window
-        assert wide(page) <= 0, "a phone does not scroll sideways"
-        page.screenshot(path=tmp_path / "live-phone.png", full_page=True)
-        page.set_viewport_size(DESKTOP)
         filled = filled_by_events()
         ended = {where: filled.pop(where) for where in list(filled) if "Jobs that ended" in where}
         wait_until_filled(prometheus, job.id, filled)
