@@ -111,9 +111,12 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
 
 
-def write_result(name: str, rows: Sequence[Mapping[str, Any]], **facts: Any) -> Path:
-    """Write ``rows`` with the command, versions, machine and date to ``benchmarks/results/<name>-<device>.json``."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+def write_result(name: str, rows: Sequence[Mapping[str, Any]], *, device: str | None = None, **facts: Any) -> Path:
+    """Write ``rows`` with the command, versions, machine and date to ``benchmarks/results/<name>-<device>.json``.
+
+    ``device`` is where the figures come from, if that is not this machine.
+    """
+    device = device or (torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
     packages = ["torch", "triton", "quack-kernels", "nvidia-cutlass-dsl", "gram-newton-schulz", "transformers", "ray"]
     document = {
         "benchmark": name,

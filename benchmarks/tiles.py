@@ -33,7 +33,8 @@ PLAIN_CASES = (
 )  # fmt: skip
 """Matrices, rows and columns of X: those that take the direct form are nearly square."""
 PLAIN_TILES = {
-    "small": _tiles.SMALL_PLAIN, "flat": _tiles.FLAT_PLAIN, "ping_pong": _tiles.PING_PONG, "wide": _tiles.WIDE_PLAIN
+    "small": _tiles.SMALL_PLAIN, "flat": _tiles.FLAT_PLAIN, "ping_pong": _tiles.PING_PONG,
+    "wide": Tile(128, 192, cluster_m=2, ping_pong=True, square=False),
 }  # fmt: skip
 OWN_TILE = Tile(128, 256, cluster_m=2)
 """What quack takes on SM90."""
@@ -83,7 +84,7 @@ def run_plain_case(number: int, rows: int, columns: int) -> dict[str, Any]:
         assert error < MAX_ERROR, f"{name} is wrong on {number}x{rows}x{columns}: {error:.1e}"
     repeat = max(1, min(16, int(2e11 / (2.0 * number * rows**2 * columns))))
     times = {name: value * 1e3 for name, value in milliseconds(calls, x.device, repeat).items()}
-    chosen = _tiles.decide_plain_tile(number, rows, columns, rows)
+    chosen = _tiles.decide_plain_tile(number, rows, columns)
     rule = next((name for name, tile in PLAIN_TILES.items() if tile == chosen), "cublas")
     return {"case": f"plain {number}x{rows}x{columns}", "rule": rule, **times}
 

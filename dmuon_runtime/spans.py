@@ -146,7 +146,8 @@ class HostSpan:
 
 
 class DeviceSpan:
-    """A span on CUDA events. ``previous`` is the end of the work before it on the same communicator."""
+    """A span on CUDA events. ``previous`` is the end of the work before it on the same communicator, and ``probe`` a
+    stream for the ends of that communicator alone: another's, taken on it before, would hold this end up."""
 
     def __init__(self, probe: torch.cuda.Stream | None = None, previous: Event | None = None) -> None:
         self._probe = probe

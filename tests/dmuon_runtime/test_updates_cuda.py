@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 SIZES = (1, 7, 4096, 4097, 100_003)
 DTYPES = (torch.float32, torch.bfloat16)
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
-"""By the dtype of the state: plain torch rounds it between two operations, the fused kernels once."""
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-2}
+"""By the dtype of the state: plain torch rounds it between two operations, the fused kernels once (values below 8)."""
 
 
 def _random(size: int, dtype: torch.dtype = torch.float32, offset: int = 1) -> Tensor:

@@ -80,6 +80,8 @@ def _no_synchronisation_in(setting: Setting) -> None:
         run.optimizer.zero_grad()
         dmuon.get_counters(run.model).snapshot()
     torch.cuda.set_sync_debug_mode("default")
+    with torch.no_grad():
+        run.model(tokens)  # waits for what the last step published
     torch.cuda.synchronize()
     counted = dmuon.get_counters(run.model).snapshot()
     assert counted.pending_spans == 0
