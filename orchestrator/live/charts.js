@@ -4,6 +4,9 @@ import { short } from "./dom.js";
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
+// There is no half step to mark.
+const WHOLE = [0, 1, 2, 3, 4, 5, 6, 7].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
+
 export class Chart {
   constructor(place, label, digits) {
     this.place = place;
@@ -29,7 +32,7 @@ export class Chart {
     this.plot = new uPlot({
       ...this.size(),
       scales: { x: { time: false } },
-      axes: [axis, { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => short(tick, this.digits)) }],
+      axes: [{ ...axis, incrs: WHOLE }, { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => short(tick, this.digits)) }],
       series: [
         { label: "step", value: (plot, value) => value ?? plot.data[0].at(-1) ?? "–" },
         { label: this.label, stroke: css("--accent"), width: 2, points: { show: false },
