@@ -47,7 +47,7 @@ async function lookAtJob() {
   showJob(job, mine.series.last);
   charts.loss.draw(mine.series.steps, mine.series.losses);
   charts.speed.draw(mine.series.steps, mine.series.speeds);
-  showOverlap(mine.series.recent());
+  showOverlap(mine.series.recent(), mine.optimizer);
   if (showOptimizer(mine.optimizer)) showKernels(job, mine.series.last, mine.series.launchedNow(), mine.breakers);
 }
 
