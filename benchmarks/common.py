@@ -85,7 +85,18 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None
 def write_result(name: str, rows: Sequence[Mapping[str, Any]], **facts: Any) -> Path:
     """Write ``rows`` with the command, versions, machine and date to ``benchmarks/results/<name>-<device>.json``."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    packages = ["torch", "triton", "quack-kernels", "nvidia-cutlass-dsl", "gram-newton-schulz", "transformers", "ray"]
+    packages = [
+        "torch",
+        "fastapi",
+        "uvicorn",
+        "sqlalchemy",
+        "triton",
+        "quack-kernels",
+        "nvidia-cutlass-dsl",
+        "gram-newton-schulz",
+        "transformers",
+        "ray",
+    ]
     document = {
         "benchmark": name,
         "command": " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
