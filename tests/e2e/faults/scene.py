@@ -148,18 +148,16 @@ class Scene:
             assert event.data["from"] == state, event
             check_transition(state, state := JobState(str(event.data["to"])))
         assert state == job.state
-        reached, untold = 0, False
+        reached = 0
         for attempt in job.attempts:
             steps = self.steps(attempt.number)
             assert attempt.dropped_reports == 0
             if not steps:
                 continue
             assert steps == list(range(steps[0], steps[-1] + 1)), f"attempt {attempt.number}: {steps}"
-            assert steps[0] <= reached + 1 or untold, f"attempt {attempt.number} began at {steps[0]} after {reached}"
+            assert steps[0] <= reached + 1, f"attempt {attempt.number} began at {steps[0]} after {reached}"
             assert reached < 12 or steps[0] > reached - 25, f"it began at {steps[0]}, far behind {reached}"
             reached = steps[-1]
-            # A supervisor takes along what it had not handed over: steps that were done, and are in a checkpoint.
-            untold = (attempt.end_message or "").startswith("the supervisor of the attempt is dead")
 
     def steps(self, attempt: int) -> list[int]:
         """Steps of an attempt as they were stored."""
