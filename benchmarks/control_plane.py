@@ -241,6 +241,7 @@ def start_with_ray(folder: Path) -> dict[str, float]:
     """Return seconds from the submission of a one-worker job to what it went through."""
     from orchestrator.cli.own_service import OwnService
 
+    (folder / "ray").mkdir()
     with OwnService(folder / "ray", num_cpus=2) as service, service.client() as client:
         for _ in range(2):  # the second finds Ray and the planner as a running service has them
             document = small(mesh={"shard": 1}, training={"steps": 3, "global_batch": 4})
@@ -295,11 +296,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         finally:
             server.terminate()
             server.wait(20)
-        queue_s = decide_queue(folder, 2000)
+        queue_s, rows = decide_queue(folder, 2000), bench.rows
+        print_table(list(rows[0]), [list(found.values()) for found in rows])
+        print(f"2000 queued jobs decided in {queue_s:.2f} s: {'met' if queue_s < 2 else 'MISSED'} (2 s)", flush=True)
         start_s: dict[str, Any] = start_with_ray(folder) if options.ray else {}
-    rows = bench.rows
-    print_table(list(rows[0]), [list(found.values()) for found in rows])
-    print(f"2000 queued jobs decided in {queue_s:.2f} s: {'met' if queue_s < 2 else 'MISSED'} (2 s)")
     for part, seconds in start_s.items():
         print(f"one-worker job, {part}: {seconds:.2f} s after its submission")
     write_result("control_plane", rows, queue_of_2000_s=queue_s, start_s=start_s, stored_jobs=options.jobs)
