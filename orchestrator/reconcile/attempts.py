@@ -97,6 +97,9 @@ def _advance(context: Context, seen: _Seen) -> bool:
         except StartFailed as error:
             _stop(context, seen, End(reason=Reason.SETUP_FAILED, message=error.detail))
             return True
+        except SupervisorGone as error:
+            _stop(context, seen, End(reason=Reason.WORKER_LOST, message=error.detail))
+            return True
     heard = _hear(context, seen)
     action, end, more = _store(context, seen, heard)
     if action is AttemptAction.SEND_STOP and end is not None:
