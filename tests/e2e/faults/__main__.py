@@ -19,6 +19,7 @@ from tests.e2e.faults import injuries
 from tests.e2e.faults.cycles import cycles
 from tests.e2e.faults.scene import Scene, faulty_job, playing
 from tests.e2e.jobs import submit
+from tests.orchestrator.postgres import find_postgres, running_postgres
 
 RESTARTING = (
     injuries.worker_killed, injuries.worker_stopped, injuries.worker_exits, injuries.supervisor_killed,
@@ -46,9 +47,25 @@ def _everything_else(folder: Path, number: int, chance: random.Random) -> str:
             for fault in chance.sample(RESTARTING, len(RESTARTING)):
                 scene.inject(fault, restarts=True, timeout_s=180.0)
             scene.inject(injuries.database_locked, restarts=False)
+            scene.inject(injuries.supervisor_stopped, restarts=False)
         scene.check_laws()
         count = len(scene.survived)
     return f"{count} other faults survived"
+
+
+def _postgres_killed(folder: Path, number: int) -> str:
+    """PostgreSQL dies at once and starts anew under a running job; needs Debian's package ``postgresql``."""
+    programs = find_postgres()
+    if programs is None:
+        return "nothing: PostgreSQL is not installed, so it was not killed"
+    with running_postgres(programs) as postgres:
+        database = {"DMUON_DATABASE_URL": postgres.empty()}
+        with playing(folder, faulty_job(), extra=database) as scene:
+            for _ in range(number):
+                scene.inject(partial(injuries.database_killed, postgres), restarts=False)
+            scene.inject(injuries.control_plane_killed, restarts=False)
+            scene.check_laws()
+    return f"{number} deaths of PostgreSQL survived"
 
 
 def _node_lost(folder: Path) -> str:
@@ -115,6 +132,7 @@ def _rounds(num_kills: int, num_rounds: int, chance: random.Random) -> dict[str,
         rounds["kills of the control plane"] = lambda folder: _kill_often(folder, num_kills, chance)
     if num_rounds:
         rounds["other faults"] = lambda folder: _everything_else(folder, num_rounds, chance)
+        rounds["deaths of PostgreSQL"] = lambda folder: _postgres_killed(folder, num_rounds)
         rounds["a lost node"] = _node_lost
         rounds["submit and cancel"] = lambda folder: _cycles(folder, chance)
         for fault in FATAL:

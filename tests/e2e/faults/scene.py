@@ -112,7 +112,7 @@ class Scene:
             done = lambda job: job.progress.step > step  # noqa: E731
         after = self.wait(done, timeout_s)
         assert restarts or len(after.attempts) == number, f"a healthy attempt was given up: {self.tail()}"
-        name = getattr(fault, "__name__", str(fault)).replace("_", " ")
+        name = getattr(fault, "func", fault).__name__.replace("_", " ")
         self.survived.append(Survived(name, step, time.monotonic() - begin, restarts))
         print(self.survived[-1], flush=True)
         return self.survived[-1]
@@ -171,9 +171,11 @@ class Scene:
 
 
 @contextmanager
-def playing(folder: Path, document: dict[str, Any] | None = None, *, num_cpus: int = 2) -> Iterator[Scene]:
-    """A service and its job; when they are taken down, nothing may be left."""
-    with OwnService(folder, num_cpus=num_cpus) as service, service.client() as client:
+def playing(
+    folder: Path, document: dict[str, Any] | None = None, *, num_cpus: int = 2, extra: dict[str, str] | None = None
+) -> Iterator[Scene]:
+    """A service (with ``extra`` in its environment) and its job; when they are taken down, nothing may be left."""
+    with OwnService(folder, num_cpus=num_cpus, extra=extra) as service, service.client() as client:
         scene = Scene(service, client)
         if document is not None:
             scene.job_id = submit(client, document).id
