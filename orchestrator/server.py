@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from types import FrameType
 from typing import ClassVar
@@ -82,4 +83,6 @@ def serve(app: FastAPI, host: str, port: int) -> None:
         server_header=False,
     )
     sys.setswitchinterval(0.001)  # a request waits this long for the reconciler's thread, not five times that
+    gc.collect()
+    gc.freeze()  # modules and models stay for good: to look through them for garbage would hold up a request by 0.1 s
     _Server(config).run()

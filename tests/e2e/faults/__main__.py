@@ -145,11 +145,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.faults")
     parser.add_argument("--kills", type=int, default=50, help="kills of the control plane")
     parser.add_argument("--rounds", type=int, default=2, help="rounds of everything else")
+    parser.add_argument("--only", default="", help="rounds whose name contains this")
     parser.add_argument("--seed", type=int, default=None)
     options = parser.parse_args()
     seed = random.randrange(1 << 30) if options.seed is None else options.seed
     chance, failures = random.Random(seed), 0
     rounds = _rounds(options.kills, options.rounds, chance)
+    rounds = {name: play for name, play in rounds.items() if options.only in name}
     print(f"seed {seed}", flush=True)
     for name, play in rounds.items():
         with tempfile.TemporaryDirectory(prefix="faults-") as folder:
