@@ -180,10 +180,10 @@ def ensure_secret(path: Path) -> str:
         with contextlib.suppress(FileExistsError):
             os.link(draft, path)
         draft.unlink()
-    _check_mode(path)
     words = path.read_text().split()
     if not words:
         raise SettingsInvalid(f"the token file {path} is empty; delete it, and a new token is made")
+    _check_mode(path)
     return words[0]
 
 
