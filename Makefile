@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 SPEC  ?= examples/llama-stdlib.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup services demo up down test soak quick check fix bench dashboards clean
+.PHONY: help setup services demo up down test soak quick gpu check fix bench dashboards clean
 
 help:            ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
@@ -42,6 +42,9 @@ soak: setup      ## inject faults into a running service for about half an hour;
 
 quick: setup     ## the fast part of the tests (under 2 minutes)
 	$(BIN)/python -m pytest -n 2 -m 'not multiproc and not service'
+
+gpu: setup       ## what needs GPUs: laws on NCCL, kernels, whole steps, the service; PARTS="tests kernels" for some of it
+	@scripts/gpu $(BIN)/python $(PARTS)
 
 check: setup     ## ruff and mypy
 	$(BIN)/ruff check .

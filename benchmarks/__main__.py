@@ -6,7 +6,7 @@ import importlib
 
 __all__ = ["CPU_BENCHMARKS"]
 
-CPU_BENCHMARKS = ("newton_schulz", "partition", "control_plane")
+CPU_BENCHMARKS = ("newton_schulz", "partition", "cost_model", "control_plane")
 
 if __name__ == "__main__":
     for name in CPU_BENCHMARKS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
 import sys
@@ -14,10 +15,38 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-__all__ = ["RESULTS", "interleaved_ms", "print_table", "write_result"]
+__all__ = ["RESULTS", "claim_device", "interleaved_ms", "join_group", "print_table", "write_result"]
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def claim_device(rank: int, world_size: int) -> torch.device:
+    """Return this rank's CUDA device and make it the current one; call it before the process group starts.
+
+    Where ranks outnumber devices some share one. NCCL refuses two ranks on one device of one host, so each then calls
+    itself a host of its own and they talk through the loopback interface: right for laws and for what is
+    counted, not for speed.
+    """
+    devices = torch.cuda.device_count()
+    if world_size > devices:
+        os.environ["NCCL_HOSTID"] = f"rank-{rank}"
+        os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    device = torch.device("cuda", rank % devices)
+    torch.cuda.set_device(device)
+    return device
+
+
+def join_group() -> torch.device:
+    """Join the process group that torch's launcher describes, NCCL where there is a GPU; return this rank's device."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = claim_device(rank, world_size)
+    dist.init_process_group("nccl", device_id=device)
+    return device
 
 
 def interleaved_ms(
@@ -82,24 +111,19 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
 
 
-def write_result(name: str, rows: Sequence[Mapping[str, Any]], **facts: Any) -> Path:
-    """Write ``rows`` with the command, versions, machine and date to ``benchmarks/results/<name>-<device>.json``."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+def write_result(name: str, rows: Sequence[Mapping[str, Any]], *, device: str | None = None, **facts: Any) -> Path:
+    """Write ``rows`` with the command, versions, machine and date to ``benchmarks/results/<name>-<device>.json``.
+
+    ``device`` is where the figures come from, if that is not this machine.
+    """
+    device = device or (torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
     packages = [
-        "torch",
-        "fastapi",
-        "uvicorn",
-        "sqlalchemy",
-        "triton",
-        "quack-kernels",
-        "nvidia-cutlass-dsl",
-        "gram-newton-schulz",
-        "transformers",
-        "ray",
-    ]
+        "torch", "triton", "quack-kernels", "nvidia-cutlass-dsl", "gram-newton-schulz", "transformers", "ray", "fastapi",
+        "uvicorn", "sqlalchemy",
+    ]  # fmt: skip
     document = {
         "benchmark": name,
-        "command": " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", _module(name), *sys.argv[1:]]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "device": device,
         "machine": {
@@ -116,6 +140,12 @@ def write_result(name: str, rows: Sequence[Mapping[str, Any]], **facts: Any) -> 
     path.write_text(json.dumps(document, indent=1) + "\n")
     print(f"written: {path.relative_to(RESULTS.parent.parent)}")
     return path
+
+
+def _module(name: str) -> str:
+    """Return the module that runs, or the one of that name where Python was started in another way."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec.name if spec is not None and spec.name.startswith("benchmarks.") else f"benchmarks.{name}"
 
 
 def _version(package: str) -> str | None:

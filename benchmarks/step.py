@@ -12,6 +12,8 @@ hold. Losses of the first steps are kept: Z2 and Z3 must agree, and a contestant
 from __future__ import annotations
 
 import argparse
+import gc
+import re
 import statistics
 import sys
 import time
@@ -27,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 import dmuon_runtime as dmuon
-from benchmarks.common import print_table, write_result
+from benchmarks.common import join_group, print_table, write_result
 from benchmarks.contestants import BUILDERS, Contestant
 from benchmarks.workloads import WORKLOADS, Workload
 from dmuon_runtime import ledger
@@ -48,6 +50,7 @@ class Runner:
     workload: Workload
     device: torch.device
     resident_bytes: int = 0
+    """Allocated by building it and left by its first steps."""
     peak_bytes: int = 0
     losses: list[float] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
@@ -97,7 +100,8 @@ class Runner:
         self.launches = sum(event.count for event in trace.key_averages() if event.key in LAUNCHES)
         if folder is not None and dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            trace.export_chrome_trace(str(folder / f"{self.name.replace(' ', '_')}.json.gz"))
+            file_name = re.sub(r"\W+", "_", self.name)
+            trace.export_chrome_trace(str(folder / f"{file_name}.json.gz"))
 
 
 def _mark(device: torch.device) -> Any:
@@ -165,8 +169,9 @@ def run(arguments: argparse.Namespace, grid: DeviceMesh, device: torch.device) -
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     runners = [_build(name, workload, grid, device, dtype) for name in _chosen(arguments.only)]
     for runner in runners:
+        before_bytes = _allocated(device)
         runner.warm_up()
-        runner.resident_bytes = _allocated(device) - sum(other.resident_bytes for other in runners)
+        runner.resident_bytes += _allocated(device) - before_bytes
     details: dict[str, Any] = {runner.name: {} for runner in runners}
     before = {r.name: dmuon.get_counters(r.contestant.model).snapshot() for r in runners if r.contestant.counted}
     ns: dict[str, float] = dict.fromkeys(details, 0.0)
@@ -199,10 +204,13 @@ def _chosen(only: str | None) -> list[str]:
 
 def _build(name: str, workload: Workload, grid: DeviceMesh, device: torch.device, dtype: torch.dtype) -> Runner:
     builder, reshard = BUILDERS[name[:-3]], name.endswith("Z3")
-    return Runner(name, builder(workload.build(device), grid, reshard, dtype), workload, device)
+    before_bytes = _allocated(device)
+    contestant = builder(workload.build(device), grid, reshard, dtype)
+    return Runner(name, contestant, workload, device, _allocated(device) - before_bytes)
 
 
 def _allocated(device: torch.device) -> int:
+    gc.collect()
     return torch.cuda.memory_allocated() if device.type == "cuda" else 0
 
 
@@ -219,12 +227,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Run on every rank of the process group that torchrun made; rank 0 prints and writes."""
     options = _parse(arguments)
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
+    device = join_group()
     rank, world = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
     try:
         shape = (options.replicate, world // options.replicate)
         grid = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))

@@ -1,23 +1,26 @@
-"""What telemetry costs: the same steps with it and without it, in turns, in one process group.
+"""What telemetry costs: the same steps with it and without it, side by side, in one process group.
 
-    python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.telemetry [--workload cpu] [--rounds 40]
+    python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.telemetry [--workload cpu] [--rounds 200]
 
 *On* is what a worker does in each step: a span for every collective and update, counters, the ledger of kernels, and a
-report as the text that its supervisor gets. *Off* has none of it. *Off again* is off a second time: its difference
-from off is what the machine alone makes of equal work, and no cost below it can be seen. Times are medians over rounds
-of the slowest rank, of the wall clock and of the process's own CPU time, which neighbours on the machine disturb less.
-Each round does each variant once, in rotating order. Not switched off: the norms of updates and gradients, which a
-step computes for clipping, skipping and the update's RMS anyway.
+report as the text that its supervisor gets. *Off* has none of it. A round does one step *on* and two *off*, in an order
+drawn anew each time, and compares them with each other alone (:mod:`benchmarks.pairs`). *Off again* over *off* is what
+the machine makes of equal work; its interval should hold 0. Wall time is the slowest rank's; CPU time is that of all
+threads of the processes, which neighbours on the machine disturb less. Not switched off: the norms of updates and
+gradients, which a step computes for clipping, skipping and the update's RMS anyway.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
+import resource
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 from unittest import mock
 
@@ -27,8 +30,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon_runtime as dmuon
-from benchmarks.common import print_table, write_result
+from benchmarks.common import join_group, write_result
 from benchmarks.contestants import BUILDERS, Contestant
+from benchmarks.pairs import excess
 from benchmarks.workloads import WORKLOADS, Workload
 from dmuon_runtime import ledger, muon, transport
 from dmuon_runtime.counters import Counters
@@ -38,7 +42,6 @@ from worker.report import Reporter, StepFacts
 __all__ = ["main"]
 
 WARMUP = 3
-Found = dict[str, list[tuple[float, float]]]
 VARIANTS = ("off", "on", "off again")
 
 
@@ -109,68 +112,92 @@ def _step(contestant: Contestant, tokens: Tensor, reporter: Reporter | None, num
     return len(reporter.report(facts).model_dump_json())
 
 
-def _clocks() -> tuple[float, float]:
-    return time.perf_counter(), time.process_time()
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One step: seconds of the slowest rank by the wall clock, and means over ranks of CPU seconds and switches."""
+
+    wall_s: float
+    cpu_s: float
+    switches: float
+    """Times that a thread of the process gave its core up or lost it."""
 
 
-def _seconds(device: torch.device, begin: tuple[float, float]) -> tuple[float, float]:
-    """Return wall and CPU seconds since ``begin`` of the slowest rank."""
+def _clocks() -> tuple[float, float, float]:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return time.perf_counter(), time.process_time(), used.ru_nvcsw + used.ru_nivcsw
+
+
+def _sample(device: torch.device, begin: tuple[float, float, float]) -> Sample:
+    """Return what was spent since ``begin``."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     spent = [now - then for now, then in zip(_clocks(), begin, strict=True)]
-    slowest = torch.tensor(spent, dtype=torch.float64, device=device)
+    slowest, total = (torch.tensor(spent, dtype=torch.float64, device=device) for _ in range(2))
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest[0]), float(slowest[1])
+    dist.all_reduce(total)
+    _, cpu_s, switches = (total / dist.get_world_size()).tolist()
+    return Sample(float(slowest[0]), cpu_s, switches)
+
+
+Found = dict[str, list[Sample]]
 
 
 def measure(contestant: Contestant, workload: Workload, device: torch.device, rounds: int) -> Found:
-    """Return wall and CPU seconds of each step by variant."""
+    """Return each step by variant and round."""
     reporter = Reporter(dist.get_rank(), device, cast(Driver, BenchmarkDriver(contestant)))
     found: Found = {name: [] for name in VARIANTS}
+    order = random.Random(0)  # the same on all ranks
     for number in range(-WARMUP, rounds):
         tokens = workload.tokens(number + WARMUP, dist.get_rank(), device)
-        shift = number % len(VARIANTS)
-        for name in VARIANTS[shift:] + VARIANTS[:shift]:
+        for name in order.sample(VARIANTS, len(VARIANTS)):
             dist.barrier()
             with ExitStack() as stack:
                 if name != "on":
                     stack.enter_context(without_telemetry())
                 begin = _clocks()
                 _step(contestant, tokens, reporter if name == "on" else None, number + WARMUP + 1)
-                seconds = _seconds(device, begin)
+                sample = _sample(device, begin)
             if number >= 0:
-                found[name].append(seconds)
+                found[name].append(sample)
     return found
 
 
 def own_seconds(contestant: Contestant, workload: Workload, device: torch.device, steps: int) -> float:
-    """Return seconds a step inside telemetry's own code on this rank, by timing its calls."""
+    """Return CPU seconds a step inside telemetry's own code on this rank: its calls, less what timing a call takes."""
     spent, reporter = [0.0], Reporter(dist.get_rank(), device, cast(Driver, BenchmarkDriver(contestant)))
 
     def timed(call: Any) -> Any:
         def wrapper(*arguments: object) -> object:
-            begin = time.perf_counter()
+            begin = time.thread_time()
             try:
                 return call(*arguments)
             finally:
-                spent[0] += time.perf_counter() - begin
+                spent[0] += time.thread_time() - begin - empty_s
 
         return wrapper
 
+    empty_s = 0.0
+    nothing = timed(_nothing)
+    for _ in range(1000):
+        nothing()
+    empty_s, spent[0] = spent[0] / 1000, 0.0
     with ExitStack() as stack:
         for name in ("add_collective", "add_owner_compute", "snapshot"):
             stack.enter_context(mock.patch.object(Counters, name, timed(getattr(Counters, name))))
         for kind in (transport.HostSpan, transport.DeviceSpan):
-            for name in ("__init__", "follow"):
-                stack.enter_context(mock.patch.object(kind, name, timed(getattr(kind, name))))
+            for name in ("__init__", "follow", "_ended"):
+                if hasattr(kind, name):
+                    stack.enter_context(mock.patch.object(kind, name, timed(getattr(kind, name))))
+        for name in ("count_launch", "add_matrices"):
+            stack.enter_context(mock.patch.object(ledger.Ledger, name, timed(getattr(ledger.Ledger, name))))
         for number in range(steps):
             tokens = workload.tokens(number, dist.get_rank(), device)
             contestant.forward_backward(tokens)
             contestant.update()
-            begin, before = time.perf_counter(), spent[0]
+            begin, before = time.thread_time(), spent[0]
             facts = StepFacts(number + 1, 1.0, None, 1.0, tokens.numel(), "cublas", 0, None, ledger.snapshot())
             reporter.report(facts).model_dump_json()
-            spent[0] = before + time.perf_counter() - begin
+            spent[0] = before + time.thread_time() - begin
     return spent[0] / steps
 
 
@@ -178,14 +205,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run as one rank of a group that torch's launcher made."""
     parser = argparse.ArgumentParser(prog="benchmarks.telemetry")
     parser.add_argument("--workload", choices=WORKLOADS, default=None)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=200)
     arguments = parser.parse_args(argv)
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    else:
+    device = join_group()
+    cuda = device.type == "cuda"
+    if not cuda:
         torch.set_num_threads(1)
     name = arguments.workload or ("llama" if cuda else "cpu")
     grid = init_device_mesh(device.type, (1, dist.get_world_size()), mesh_dim_names=("replicate", "shard"))
@@ -198,27 +222,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     dist.destroy_process_group()
 
 
-def _median(seconds: Sequence[tuple[float, float]], clock: int) -> float:
-    return statistics.median(each[clock] for each in seconds)
+def compare(found: Found) -> list[dict[str, Any]]:
+    """Return a row for each clock: what *on* costs over the mean of the two *off*, and *off again* over *off*."""
+    rows = []
+    for clock in ("wall_s", "cpu_s", "switches"):
+        by_name = {name: [float(getattr(sample, clock)) for sample in found[name]] for name in VARIANTS}
+        off = [(one + two) / 2 for one, two in zip(by_name["off"], by_name["off again"], strict=True)]
+        costs, noise = excess(by_name["on"], off), excess(by_name["off again"], by_name["off"])
+        rows.append({"of": clock, "off": statistics.median(off), "costs": asdict(costs), "off again": asdict(noise)})
+        print(f"{clock:>8}  off {statistics.median(off):8.4f}  on {costs}  off again {noise}")
+    return rows
 
 
 def _show(found: Found, own_s: float, workload: str) -> None:
-    off = _median(found["off"], 0)
-    rows = []
-    for name in VARIANTS:
-        row: dict[str, Any] = {"variant": name}
-        for clock, unit in enumerate(("step ms", "cpu ms")):
-            pairs = zip(found[name], found["off"], strict=True)
-            row[unit] = _median(found[name], clock) * 1e3
-            row[f"{unit[:4].strip()} over off"] = statistics.median(
-                mine[clock] / base[clock] - 1 for mine, base in pairs
-            )
-        rows.append(row)
-    print_table(list(rows[0]), [list(row.values()) for row in rows])
-    print(f"inside telemetry's own code: {own_s * 1e6:.0f} us a step and rank, {own_s / off:.3%} of a step")
+    rows = compare(found)
+    step_s = rows[0]["off"]
+    print(f"inside telemetry's own code: {own_s * 1e6:.0f} us a step and rank, {own_s / step_s:.3%} of a step")
     write_result(
         "telemetry", rows, world_size=dist.get_world_size(), workload=workload, rounds=len(found["off"]),
-        own_us_a_step=own_s * 1e6, own_share_of_step=own_s / off,
+        confidence=0.95, own_us_a_step=own_s * 1e6, own_share_of_step=own_s / step_s,
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Does the runtime's own overlap agree with a profiler trace of the same steps? On NVIDIA GPUs.
 
     python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.trace_overlap [--workload llama] [--steps 5]
-        [--mode "ours pure Z3"] [--trace FOLDER]
+        [--mode "ours pure Z3"] [--batch 8] [--trace FOLDER]
 
 The runtime reads events beside the streams, all the time; the trace sees every kernel, of these steps only. Both are
 shown by route and phase with their difference; an agreement within 5 points of overlap is what the design asks for.
@@ -14,6 +14,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import dmuon_runtime as dmuon
-from benchmarks.common import print_table, write_result
+from benchmarks.common import join_group, print_table, write_result
 from benchmarks.contestants import BUILDERS, Contestant
 from benchmarks.traces import PREFIX, TracedComm, read_overlap
 from benchmarks.workloads import WORKLOADS, Workload
@@ -105,16 +106,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--workload", choices=WORKLOADS, default="llama")
     parser.add_argument("--mode", default="ours pure Z3")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--batch", type=int, help="sequences of a rank, where the workload's are too few for the wires")
     parser.add_argument("--trace", type=Path, help="keep the traces in this folder")
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         raise SystemExit("trace_overlap compares kernels on a GPU, and there is none here")
-    dist.init_process_group("nccl")
+    device = join_group()
     rank = dist.get_rank()
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
     grid = init_device_mesh("cuda", (1, dist.get_world_size()), mesh_dim_names=("replicate", "shard"))
     workload, mode = WORKLOADS[arguments.workload], arguments.mode
+    workload = replace(workload, batch=arguments.batch or workload.batch)
     contestant = BUILDERS[mode[:-3]](workload.build(device), grid, mode.endswith("Z3"), torch.bfloat16)
     folder = arguments.trace or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
@@ -123,7 +124,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print_table(list(rows[0]), [list(row.values()) for row in rows])
         apart = [row["route"] for row in rows if abs(row["difference"] or 0.0) > TOLERANCE]
         print(f"apart by more than {TOLERANCE:.0%}: {', '.join(apart) or 'none'}")
-        write_result("trace_overlap", rows, world_size=dist.get_world_size(), workload=arguments.workload, mode=mode)
+        facts = {"workload": arguments.workload, "batch": workload.batch, "mode": mode}
+        write_result("trace_overlap", rows, world_size=dist.get_world_size(), **facts)
     dist.destroy_process_group()
 
 

@@ -1,7 +1,8 @@
 """The last product of Newton-Schulz, in the dtype that the caller wants.
 
-It is a plain (rectangular) product. cuBLAS through torch writes the dtype of its operands, and a cast behind it moves
-each element twice more; on Hopper quack's GEMM writes bfloat16 from float16 operands directly.
+It is a plain (rectangular) product. cuBLAS through torch writes the dtype of its operands or float32, and a cast behind
+it moves each element twice more (an eighth to a third of the product); on Hopper quack's GEMM writes bfloat16 from
+float16 operands directly.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ def last_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``left @ right`` in ``dtype``: [B, M, K], [B, K, N] to [B, M, N], in fresh memory."""
     if left.dtype == dtype:
         return torch.bmm(left, right)
+    if dtype == torch.float32 and left.device.type == "cuda":  # straight from the accumulator
+        return torch.bmm(left, right, out_dtype=dtype)
     flops = 2.0 * left.shape[0] * left.shape[1] * left.shape[2] * right.shape[2]
     if dtype == torch.bfloat16 and flops >= MIN_FLOPS_FOR_QUACK and syrk_quack.rectangular_ready(left, right):
         return syrk_quack.rectangular(left, right, dtype)

@@ -4,6 +4,11 @@ A graph is keyed by everything that could change the work. Its inputs lie in an 
 temporaries in one memory pool, which is safe because a group's inputs are written right before its replay and its
 last product is done right after, on one stream. Launches are counted when the graph is captured and added to the
 ledger at every replay.
+
+Note "A graph owns its cuBLAS workspace". torch keeps one workspace for each handle and stream, made on first use, and
+frees it when anybody asks (CUDA graphs of torch.compile do): a graph that had captured it would then write to memory
+that is no longer there, and the device faults. So torch forgets its workspaces before a capture, which makes cuBLAS
+take one from the graph's own pool, and again after it, so that nobody else ever uses that one.
 """
 
 from __future__ import annotations
@@ -109,8 +114,12 @@ class GraphCache:
         pool = self._pools.setdefault(device, torch.cuda.graph_pool_handle())
         graph = torch.cuda.CUDAGraph()
         capturing = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
-        with LEDGER.recording() as launches, torch.cuda.device(device), capturing:
-            unfinished = work(inputs)
+        torch._C._cuda_clearCublasWorkspaces()
+        try:
+            with LEDGER.recording() as launches, torch.cuda.device(device), capturing:
+                unfinished = work(inputs)
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
         captured = Captured(graph, inputs, unfinished, launches)
         self.keep(key, captured)
         return captured

@@ -18,10 +18,11 @@ from dmuon_runtime._ns_graphs import Unfinished
 from dmuon_runtime._ns_iterations import Long, decide_algorithm, direct_iteration, gram_iteration, ns_flops
 from dmuon_runtime.coefficients import Triple
 from dmuon_runtime.kernels import KERNELS
+from dmuon_runtime.kernels._tiles import matrices_that_fill
 
 __all__ = [
     "Group", "Recipe", "by_shape", "compute_dtype", "decide_form", "empty_stack", "fill", "finish", "is_open",
-    "num_matrices_of", "stack_shapes",
+    "num_matrices_of", "rounds", "stack_shapes",
 ]  # fmt: skip
 
 
@@ -97,6 +98,45 @@ def stack_shapes(shapes: Sequence[Sequence[int]]) -> tuple[tuple[int, int, int],
     return tuple(
         (sum(num_matrices_of(shapes[index]) for index in same), *size) for size, same in by_shape(shapes).items()
     )
+
+
+def rounds(group: Group, members: Sequence[int], shapes: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Cut a group on a GPU into rounds of no more matrices than it takes to fill the device (or nearly twice as many).
+
+    More at once would be slower and need more memory. Sizes that have enough matrices get rounds of their own, as equal
+    as can be, so that few graphs serve all of them; the others share rounds.
+
+    Args:
+        members: indices of the group's tensors in ``shapes``; a tensor is never cut.
+        shapes: [..., m, n] of each tensor of the call.
+    """
+    full = matrices_that_fill(group.short_dim)
+    counts = [num_matrices_of(shapes[index]) for index in members]
+    if group.device.type != "cuda" or sum(counts) < 2 * full:
+        return [list(members)]
+    found: list[list[int]] = []
+    rest: list[int] = []
+    for same in by_shape([shapes[index] for index in members]).values():
+        if sum(counts[place] for place in same) >= full:
+            found.extend(_even(same, counts, full))
+        else:
+            rest.extend(same)
+    found.extend(_even(rest, counts, full))
+    return [[members[place] for place in part] for part in found]
+
+
+def _even(places: Sequence[int], counts: Sequence[int], full: int) -> list[list[int]]:
+    """Cut ``places``, in order, into parts that hold about equally many matrices, ``full`` or more each."""
+    total = sum(counts[place] for place in places)
+    size = total / max(1, total // full)
+    parts: list[list[int]] = [[]] if places else []
+    done = 0
+    for place in places:
+        if done >= len(parts) * size:
+            parts.append([])
+        parts[-1].append(place)
+        done += counts[place]
+    return parts
 
 
 def empty_stack(shape: tuple[int, int, int], group: Group) -> Tensor:

@@ -101,9 +101,9 @@ class Thresholds:
     minimum_calls: int = 5
     """Compared calls before the rate counts."""
     check_every_calls: int = 200
-    """Calls from one comparison to the next while closed; the first call is compared."""
+    """Calls from one comparison of a shape to the next while closed; the first call is compared."""
     check_matrices: int = 1
-    """Matrices of a comparison."""
+    """Matrices of each shape in a comparison; those of a shape take turns."""
     open_s: float = 60.0
     max_open_s: float = 3600.0
     half_open_calls: int = 5
@@ -200,12 +200,15 @@ class Breaker:
         self._slow: deque[bool] = deque(maxlen=thresholds.window)
 
     @property
-    def compares_next(self) -> bool:
-        """True when the next call is to be compared with the fallback."""
-        if self.state is BreakerState.HALF_OPEN:
-            return self._found is None and self.probes < self.thresholds.half_open_calls
-        watched = self.state in (BreakerState.CLOSED, BreakerState.METRICS_ONLY)
-        return watched and self.calls % self.thresholds.check_every_calls == 0
+    def is_watched(self) -> bool:
+        """True when the kernel's results are applied, and every so often compared with the fallback's."""
+        return self.state in (BreakerState.CLOSED, BreakerState.METRICS_ONLY)
+
+    @property
+    def tries_next(self) -> bool:
+        """True when the next call is one of a trial: the kernel runs beside the fallback."""
+        is_trial = self.state is BreakerState.HALF_OPEN
+        return is_trial and self._found is None and self.probes < self.thresholds.half_open_calls
 
     @property
     def is_suspect(self) -> bool:

@@ -1,8 +1,9 @@
 """Guarded launches: a kernel that fails costs no step its result, and no rank applies what another one threw away.
 
 Every call of a kernel that has a breaker is watched: an exception and a non-finite result of finite matrices always,
-and every so many calls a few of its matrices go through the fallback too and the results are compared. The fallback
-itself (``cublas``) has no breaker.
+and every so many calls a few matrices of each shape go through the fallback too and the results are compared. So a
+kernel that turns wrong without turning non-finite is found out within ``check_every_calls`` calls of a shape, one a
+step. The fallback itself (``cublas``) has no breaker.
 
 Note "Devices that run behind". On a CPU everything is known when the call returns. On CUDA only exceptions are; what
 the numbers say is written to pinned memory behind the work and read in a later step, once an event has passed, so
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 __all__ = ["KernelGuard", "Late", "compare", "dtype_name", "guarded_orthogonalize"]
 
+Shape = tuple[int, ...]
+Shapes = tuple[Shape, ...]
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
 """Orthogonalises tensors [..., m, n] of one group."""
 
@@ -52,7 +55,7 @@ def compare(matrices: Sequence[Tensor], found: Sequence[Tensor], expected: Seque
     Schulz lifts rounding noise in directions that X does not have to full size, and two correct kernels differ there as
     they like; the weight counts each direction as the gradient has it. The orthogonality error is the root mean square
     of ``sigma^2 - 1`` from the Gram matrix of the short side, which needs no eigenvalues and so no wait for a device.
-    NaN stays NaN. float32 [2].
+    A matrix that was not finite counts as 0; else NaN stays NaN. float32 [2].
     """
     worst = []
     for x, f, e in zip(matrices, found, expected, strict=True):
@@ -62,7 +65,8 @@ def compare(matrices: Sequence[Tensor], found: Sequence[Tensor], expected: Seque
         scale = (e @ x.mT).norm(dim=(-2, -1)).clamp_min(1e-30)
         relative = ((f - e) @ x.mT).norm(dim=(-2, -1)) / scale
         excess = _spread(f) - _spread(e)
-        worst.append(torch.stack([relative.amax(), excess.amax()]))
+        given = x.isfinite().flatten(-2).all(dim=-1)  # what was no number before is not the kernel's fault
+        worst.append(torch.stack([torch.where(given, error, 0.0).amax() for error in (relative, excess)]))
     return torch.stack(worst).amax(dim=0).float()
 
 
@@ -125,7 +129,9 @@ class KernelGuard:
     """What was wrong, in order; for whoever reports it to take away."""
     flags: list[Tensor] = field(default_factory=list)
     _late: deque[Late] = field(default_factory=deque)
-    _warm: set[BreakerKey] = field(default_factory=set)
+    _warm: set[tuple[BreakerKey, Shapes]] = field(default_factory=set)
+    _calls: dict[tuple[BreakerKey, Shape], int] = field(default_factory=dict)
+    """Watched calls with matrices of a shape, counted as they are made: a device's own word comes too late for that."""
 
     def begin(self) -> None:
         """Start a step: take in what the device has come to since."""
@@ -161,7 +167,7 @@ class KernelGuard:
         if breaker.is_suspect:
             self.failed, self.fallback_calls = True, self.fallback_calls + 1
             return fallback(tensors)
-        compares, begin = breaker.compares_next, len(self.findings)
+        sample, begin = self._due(breaker, tensors), len(self.findings)
         try:
             with LEDGER.trial() as trial:
                 results = kernel(tensors)
@@ -174,8 +180,8 @@ class KernelGuard:
         except Exception as error:  # whatever a kernel raises; an error of the device itself comes again below
             self._observe(breaker, Observation(exception=_say(error)))
         else:
-            if compares and len(self.findings) == begin:
-                self._compare(breaker, tensors, kernel, fallback)
+            if sample and len(self.findings) == begin:
+                self._compare(breaker, sample, kernel, fallback)
             if not any(finding.cause > Cause.SLOW for _, finding in self.findings[begin:]):
                 trial.keep()
                 return results
@@ -184,18 +190,35 @@ class KernelGuard:
 
     def probe(self, breaker: Breaker, tensors: Sequence[Tensor], kernel: Run, fallback: Run) -> None:
         """In a trial, run the kernel beside the fallback on a few of the matrices; nothing of it is applied."""
-        if breaker.state is BreakerState.HALF_OPEN and breaker.compares_next:
+        if breaker.tries_next:
             failed = self.failed
-            self._compare(breaker, tensors, kernel, fallback)
+            turn, number = breaker.probes, self.thresholds.check_matrices
+            sample = [x for same in _by_shape(tensors).values() for x in _chosen(same, turn, number)]
+            self._compare(breaker, sample, kernel, fallback)
             self.failed = failed  # nothing that was applied is wrong
 
-    def _compare(self, breaker: Breaker, tensors: Sequence[Tensor], kernel: Run, fallback: Run) -> None:
-        sample = _sample(tensors, self.thresholds.check_matrices)
+    def _due(self, breaker: Breaker, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Count a call; return the matrices [1, m, n] whose results are compared in it, mostly none.
+
+        Each shape has a count of its own. With one for the breaker, two groups of a size class would share it, and
+        where they alternate every second call would always be the same group's.
+        """
+        sample: list[Tensor] = []
+        for shape, same in _by_shape(tensors).items():
+            number = self._calls.get((breaker.key, shape), 0)
+            if breaker.is_watched:
+                self._calls[breaker.key, shape] = number + 1
+                turn, rest = divmod(number, self.thresholds.check_every_calls)
+                sample += [] if rest else _chosen(same, turn, self.thresholds.check_matrices)
+        return sample
+
+    def _compare(self, breaker: Breaker, sample: list[Tensor], kernel: Run, fallback: Run) -> None:
         try:
             with LEDGER.comparing():
-                if breaker.key not in self._warm:  # what compiles and loads is not slow
+                key = (breaker.key, tuple(tuple(x.shape) for x in sample))
+                if key not in self._warm:  # what compiles and loads is not slow
                     kernel(sample), fallback(sample)
-                    self._warm.add(breaker.key)
+                    self._warm.add(key)
                 found, kernel_span = _timed(kernel, sample)
                 expected, fallback_span = _timed(fallback, sample)
         except Exception as error:
@@ -245,9 +268,25 @@ def _say(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:300]
 
 
-def _sample(tensors: Sequence[Tensor], number: int) -> list[Tensor]:
-    """Return up to ``number`` matrices [1, m, n], the first of each tensor [..., m, n]."""
-    return [x.reshape(-1, *x.shape[-2:])[:1] for x in tensors[:number]]
+def _by_shape(tensors: Sequence[Tensor]) -> dict[Shape, list[Tensor]]:
+    """Return tensors [..., m, n] by (m, n), in their order."""
+    found: dict[Shape, list[Tensor]] = {}
+    for x in tensors:
+        found.setdefault(tuple(x.shape[-2:]), []).append(x)
+    return found
+
+
+def _chosen(same: Sequence[Tensor], turn: int, number: int) -> list[Tensor]:
+    """Return up to ``number`` matrices [1, m, n] of tensors [..., m, n], others at each ``turn`` until all were."""
+    counts = [math.prod(x.shape[:-2]) for x in same]
+    found, total = [], sum(counts)
+    for place in range(min(number, total)):
+        index, tensor = (turn * number + place) % total, 0
+        while index >= counts[tensor]:
+            index, tensor = index - counts[tensor], tensor + 1
+        matrix = same[tensor].reshape(-1, *same[tensor].shape[-2:])[index]
+        found.append(matrix[None])
+    return found
 
 
 def _timed(run: Run, tensors: Sequence[Tensor]) -> tuple[list[Tensor], float | tuple[torch.Event, torch.Event]]:

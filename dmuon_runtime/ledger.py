@@ -37,6 +37,13 @@ class NsCount:
     seconds: float = 0.0
 
 
+@dataclass(slots=True)
+class _Total:
+    launches: int = 0
+    matrices: int = 0
+    seconds: float = 0.0
+
+
 class Trial:
     """Matrices that were orthogonalised, and are counted only when the results are kept."""
 
@@ -65,21 +72,22 @@ class Ledger:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: dict[Key, NsCount] = {}
+        self._counts: dict[Key, _Total] = {}
         self._pending: deque[tuple[Key, torch.Event, torch.Event]] = deque()
+        self._launched: Launches = {}
+        """Launches of which :attr:`_counts` does not know yet: this is the place that is passed most often."""
         self._compared: Launches = {}
         self._local = _Local()
 
     def count_launch(self, kernel: str, algorithm: str) -> None:
         """Count one symmetric product, after its launch returned."""
-        recording = self._local.recording
-        if recording is not None:
-            recording[kernel, algorithm] = recording.get((kernel, algorithm), 0) + 1
-        elif self._local.is_comparing and not self._local.is_muted:
+        key, local = (kernel, algorithm), self._local
+        counts = local.recording
+        if counts is None and not local.is_muted:
+            counts = self._compared if local.is_comparing else self._launched
+        if counts is not None:
             with self._lock:
-                self._compared[kernel, algorithm] = self._compared.get((kernel, algorithm), 0) + 1
-        else:
-            self._add((kernel, algorithm), launches=1)
+                counts[key] = counts.get(key, 0) + 1
 
     @contextmanager
     def recording(self) -> Iterator[Launches]:
@@ -163,7 +171,7 @@ class Ledger:
         """Return the totals so far; never synchronises a device."""
         with self._lock:
             self._settle()
-            return dict(self._counts)
+            return {key: NsCount(each.launches, each.matrices, each.seconds) for key, each in self._counts.items()}
 
     def _add(self, key: Key, *, launches: int = 0, matrices: int = 0, seconds: float = 0.0) -> None:
         if self._local.is_muted:
@@ -173,10 +181,17 @@ class Ledger:
             self._bump(key, launches, matrices, seconds)
 
     def _bump(self, key: Key, launches: int, matrices: int, seconds: float) -> None:
-        old = self._counts.get(key, NsCount())
-        self._counts[key] = NsCount(old.launches + launches, old.matrices + matrices, old.seconds + seconds)
+        total = self._counts.get(key)
+        if total is None:
+            total = self._counts[key] = _Total()
+        total.launches += launches
+        total.matrices += matrices
+        total.seconds += seconds
 
     def _settle(self) -> None:
+        for key, launches in self._launched.items():
+            self._bump(key, launches, 0, 0.0)
+        self._launched.clear()
         while self._pending and self._pending[0][2].query():
             key, first, last = self._pending.popleft()
             self._bump(key, 0, 0, first.elapsed_time(last) / 1e3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast, overload
@@ -9,7 +10,7 @@ from typing import Any, Literal, cast, overload
 import torch
 from torch import Tensor, nn
 
-from dmuon_runtime.adamw import AdamWSettings, AdamWTensors, adamw_update, apply_change, gated_factor
+from dmuon_runtime.adamw import AdamWSettings, AdamWTensors, adamw_update
 from dmuon_runtime.errors import NonFiniteGradient, SettingError, UnsupportedFeature
 from dmuon_runtime.groups import GroupDefaults, build_groups, learning_rate
 from dmuon_runtime.guard import guarded_orthogonalize
@@ -22,6 +23,7 @@ from dmuon_runtime.progress import PROGRESS
 from dmuon_runtime.runtime import find_runtime
 from dmuon_runtime.schedule import Call
 from dmuon_runtime.spans import start_span
+from dmuon_runtime.updates import apply_change, momentum_update
 
 __all__ = ["Muon", "Scale", "update_scale"]
 
@@ -180,13 +182,14 @@ class Muon(torch.optim.Optimizer):
             if group["route"] == "muon":
                 muon.extend((piece, group) for piece in members if isinstance(piece, Piece))
             else:
-                changes = adamw_update(self._adamw_tensors(members), _adamw_settings(group), gate)
-                counted = [c for c, piece in zip(changes, members, strict=True) if piece.counts_here]
-                totals.setdefault(group["route"], UpdateTotals()).add(counted)
-        changes = self._muon_update(muon, gate)
+                squares = adamw_update(self._adamw_tensors(members), _adamw_settings(group), gate)
+                counted = [(s, piece) for s, piece in zip(squares, members, strict=True) if piece.counts_here]
+                total = totals.setdefault(group["route"], UpdateTotals())
+                total.add_squares([s for s, _ in counted], sum(piece.master.numel() for _, piece in counted))
+        squares = self._muon_update(muon, gate)
         if muon:
             totals["muon"] = UpdateTotals()
-            totals["muon"].add(changes)
+            totals["muon"].add_squares(squares, sum(piece.master.numel() for piece, _ in muon))
         return totals
 
     def _adamw_tensors(self, pieces: Sequence[Piece | Guest]) -> AdamWTensors:
@@ -200,7 +203,10 @@ class Muon(torch.optim.Optimizer):
         )
 
     def _muon_update(self, members: Sequence[tuple[Piece, Mapping[str, object]]], gate: Tensor | None) -> list[Tensor]:
-        """Momentum, one Newton-Schulz call over all matrices of this rank, then decay and update."""
+        """Momentum, one Newton-Schulz call over all matrices of this rank, then decay and update.
+
+        Returns sums of squares of the changes before decay.
+        """
         looked_ahead = [self._momentum(piece, cast(float, group["momentum"]), gate) for piece, group in members]
         blocks = [
             matrix_blocks(tensor, piece.plan.matrix_view, piece.plan.split_rows)
@@ -208,15 +214,16 @@ class Muon(torch.optim.Optimizer):
         ]
         flat = [block for group in blocks for block in group]
         results, gate = self._orthogonalize(flat, gate)
-        changes: list[Tensor] = []
+        squares: list[Tensor] = []
         for (piece, group), cut in zip(members, blocks, strict=True):
             lr, decay = learning_rate(group), cast(float, group["weight_decay"])
-            scaled = [next(results) * (-lr * update_scale(self.scale, *block.shape[-2:])) for block in cut]
-            change = join_blocks(scaled, piece.master.shape, piece.plan.matrix_view)
-            change = change if gate is None else torch.where(gate > 0, change, 0.0)
-            apply_change([piece.master], [change], lr * decay, gate)
-            changes.append(change)
-        return changes
+            factors = [-lr * update_scale(self.scale, *block.shape[-2:]) for block in cut]
+            parts = list(itertools.islice(results, len(cut)))
+            if len(cut) > 1:  # blocks of different shapes have factors of their own
+                parts, factors = [part * factor for part, factor in zip(parts, factors, strict=True)], [1.0]
+            direction = join_blocks(parts, piece.master.shape, piece.plan.matrix_view)
+            squares.append(apply_change(piece.master, direction, factors[0], lr * decay, gate))
+        return squares
 
     def _orthogonalize(self, matrices: list[Tensor], gate: Tensor | None) -> tuple[Iterator[Tensor], Tensor | None]:
         """Return the results and the gate, closed also where a device found a kernel's result bad on some rank."""
@@ -228,15 +235,8 @@ class Muon(torch.optim.Optimizer):
         return iter(results), gate
 
     def _momentum(self, piece: Piece, momentum: float, gate: Tensor | None) -> Tensor:
-        """Update ``m <- mu m + g`` and return what is orthogonalised: ``g + mu m`` (nesterov) or ``m``."""
         buffer = cast(Tensor, self.state[piece.parameter]["momentum_buffer"])
-        gradient = piece.gradient
-        if gate is None:
-            buffer.mul_(momentum).add_(gradient)
-        else:
-            gradient = torch.where(gate > 0, gradient, 0.0)
-            buffer.mul_(gated_factor(momentum, gate, buffer.dtype)).add_(gradient)
-        return gradient.add(buffer, alpha=momentum) if self.nesterov else buffer
+        return momentum_update(buffer, piece.gradient, momentum, self.nesterov, gate)
 
 
 def _adamw_settings(group: Mapping[str, object]) -> AdamWSettings:

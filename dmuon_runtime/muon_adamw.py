@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from dmuon_runtime._muon_adamw_manifest import check_gradients, check_rate, check_unchanged, make_manifest
 from dmuon_runtime._muon_adamw_record import RECORD_VERSION, AdamWState, MuonAdamWRecord, check_record
-from dmuon_runtime.adamw import AdamWSettings, AdamWTensors, adamw_update, apply_change
+from dmuon_runtime.adamw import AdamWSettings, AdamWTensors, adamw_update
 from dmuon_runtime.coefficients import coefficients_for
 from dmuon_runtime.errors import GradientMismatch, SelectionError, SettingError
 from dmuon_runtime.muon import Scale, update_scale
 from dmuon_runtime.newton_schulz import NewtonSchulz
+from dmuon_runtime.updates import apply_change
 
 __all__ = ["MuonAdamW"]
 
@@ -271,8 +272,8 @@ class MuonAdamW(torch.optim.Optimizer):
         for name, update in zip(gradients, updates, strict=True):
             parameter = self._parameters[name]
             self.state[parameter]["momentum_buffer"] = momenta[name]
-            change = update * (-rate * update_scale(settings.scale, *parameter.shape))
-            apply_change([parameter], [change], rate * settings.weight_decay, None)
+            factor = -rate * update_scale(settings.scale, *parameter.shape)
+            apply_change(parameter, update, factor, rate * settings.weight_decay, None)
 
     def _next_momentum(self, name: str, gradient: Tensor) -> Tensor:
         buffer = self.state.get(self._parameters[name], {}).get("momentum_buffer")

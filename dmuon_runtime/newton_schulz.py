@@ -30,6 +30,7 @@ from dmuon_runtime._ns_groups import (
     fill,
     finish,
     num_matrices_of,
+    rounds,
     stack_shapes,
 )
 from dmuon_runtime._ns_measure import Measuring
@@ -172,8 +173,7 @@ class NewtonSchulz:
                 measuring.forms(self._forms_of(shapes, dtype, device, Recipe(coefficients, restarts)))
             self._choices = Choices({**self._choices.entries, **measuring.found})
             for shapes in calls:
-                groups = self._groups_of(shapes, [dtype] * len(shapes), [device] * len(shapes), steps)
-                for group, members in groups.items():
+                for group, members in self._groups_of(shapes, [dtype] * len(shapes), [device] * len(shapes), steps):
                     measuring.tiles(group, stack_shapes([shapes[index] for index in members]))
         self._choices = Choices({**self._choices.entries, **measuring.found})
         self._graphs.clear()
@@ -220,10 +220,8 @@ class NewtonSchulz:
 
     def _reserve(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device, steps: int) -> None:
         """Make room for the inputs of the largest group first, so that all graphs share one arena."""
-        groups = self._groups_of(shapes, [dtype] * len(shapes), [device] * len(shapes), steps)
-        stacks = {group: stack_shapes([shapes[index] for index in members]) for group, members in groups.items()}
-        for group, shapes_of_group in stacks.items():
-            self._graphs.inputs(shapes_of_group, group.dtype, device)
+        for group, members in self._groups_of(shapes, [dtype] * len(shapes), [device] * len(shapes), steps):
+            self._graphs.inputs(stack_shapes([shapes[index] for index in members]), group.dtype, group.device)
 
     @torch.no_grad()
     def orthogonalize(self, matrices: Sequence[Tensor], steps: int = 5) -> list[Tensor]:
@@ -243,7 +241,7 @@ class NewtonSchulz:
         recipe = Recipe(*self.plan(steps))
         results = [g.new_zeros(g.shape) if g.numel() == 0 else g for g in matrices]
         shapes, dtypes, devices = [g.shape for g in matrices], [g.dtype for g in matrices], [g.device for g in matrices]
-        for group, members in self._groups_of(shapes, dtypes, devices, steps).items():
+        for group, members in self._groups_of(shapes, dtypes, devices, steps):
             done = self._run_watched(group, recipe, [matrices[index] for index in members])
             for index, result in zip(members, done, strict=True):
                 results[index] = result
@@ -262,8 +260,8 @@ class NewtonSchulz:
     ) -> Counter[tuple[str, str]]:
         """Return what a call with ``shapes`` would put into the ledger: matrices by (kernel, algorithm)."""
         found: Counter[tuple[str, str]] = Counter()
-        groups = self._groups_of(shapes, [dtype] * len(shapes), [with_index(device)] * len(shapes), steps)
-        for group, members in groups.items():
+        devices = [with_index(device)] * len(shapes)
+        for group, members in self._groups_of(shapes, [dtype] * len(shapes), devices, steps):
             found[group.kernel, group.algorithm] += sum(num_matrices_of(shapes[index]) for index in members)
         return found
 
@@ -277,8 +275,11 @@ class NewtonSchulz:
         dtypes: Sequence[torch.dtype],
         devices: Sequence[torch.device],
         steps: int,
-    ) -> dict[Group, list[int]]:
-        """Return the indices of the tensors that run together; empty tensors are in no group."""
+    ) -> list[tuple[Group, list[int]]]:
+        """Return the indices of the tensors that run together, a group in several rounds where one would be too much.
+
+        Empty tensors are in no group.
+        """
         recipe = Recipe(*self.plan(steps))
         units = [
             (self._form_of(shape, dtype, device, recipe), device, compute_dtype(dtype, device))
@@ -296,7 +297,7 @@ class NewtonSchulz:
                     name = decide_form(form.of(counts[unit]), self._choices.entries)
                 long_dim = 0 if name == "gram" else form.long_dim
                 groups[Group(device, dtype, form.short_dim, long_dim, form.kernel, name)].append(index)
-        return groups
+        return [(group, part) for group, members in groups.items() for part in rounds(group, members, shapes)]
 
     def _form_of(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, recipe: Recipe) -> Form:
         """Describe one matrix of ``shape`` for the choice of a form."""

@@ -19,18 +19,22 @@ class UpdateTotals:
 
     def __init__(self) -> None:
         self.elements = 0
-        self._norms: list[Tensor] = []
+        self._squares: list[Tensor] = []
+
+    def add_squares(self, squares: Sequence[Tensor], elements: int) -> None:
+        """Take in sums of squares, tensors of any shape, over ``elements`` weights in all."""
+        self._squares.extend(squares)
+        self.elements += elements
 
     def add(self, changes: Sequence[Tensor], scale: float = 1.0) -> None:
         """Take in the changes of some weights, which are ``scale`` times ``changes``."""
         if changes:
-            norms = torch._foreach_norm(list(changes))
-            self._norms.extend(norms if scale == 1.0 else [norm * scale for norm in norms])
-            self.elements += sum(change.numel() for change in changes)
+            norms = torch.stack(torch._foreach_norm(list(changes))).double()
+            self.add_squares([(norms * scale).square()], sum(change.numel() for change in changes))
 
     def square_sum(self) -> float:
         """Return the sum of squares."""
-        return float(torch.stack(self._norms).double().square().sum()) if self._norms else 0.0
+        return float(torch.cat([part.reshape(-1) for part in self._squares]).double().sum()) if self._squares else 0.0
 
 
 class StepOutcome:

@@ -7,6 +7,8 @@ from typing import cast
 
 from torch import Tensor, nn
 
+from dmuon_runtime.chips import ChipFigures
+from dmuon_runtime.cost_model import StepWork, predict_step
 from dmuon_runtime.matrices import matrix_shapes
 from dmuon_runtime.muon import Muon, update_scale
 from dmuon_runtime.plan import BucketPlan, ParameterPlan, RuntimePlan, UnitPlan
@@ -177,14 +179,18 @@ def _plain(value: object) -> object:
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def summarize_comm_plan(model: nn.Module, *, max_units: int | None = None) -> CommPlanSummary:
+def summarize_comm_plan(
+    model: nn.Module, *, max_units: int | None = None, chip: ChipFigures | None = None, work: StepWork | None = None
+) -> CommPlanSummary:
     """Return units, buckets, load by rank, and the traffic predicted for one step with one backward; no communication.
 
     ``traffic`` and ``totals`` are this rank's: with replicas columns differ. All else is the same on all ranks.
-    ``max_units`` limits ``units``, never the totals.
+    ``max_units`` limits ``units``, never the totals. With a chip and a rank's work in a step, ``predicted`` has the
+    seconds of a step on it; else it is None.
     """
     runtime = find_runtime(model)
     plan = runtime.plan
+    predicted = None if chip is None or work is None else predict_step(plan, chip, work)
     shown = plan.units if max_units is None else plan.units[:max_units]
     traffic: list[dict[str, object]] = [
         {"route": route, "phase": phase, "collectives": item.collectives, "payload_bytes": item.payload_bytes}
@@ -204,6 +210,7 @@ def summarize_comm_plan(model: nn.Module, *, max_units: int | None = None) -> Co
         ranks=[{column: getattr(rank, column) for column in _RANK_COLUMNS} for rank in plan.ranks],
         planned_cost=[rank.cost for rank in plan.ranks],
         predicted_imbalance=plan.predicted_imbalance,
+        predicted=None if predicted is None else predicted.as_dict(),
         warnings=list(plan.warnings),
     )
 

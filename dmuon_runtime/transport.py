@@ -76,8 +76,8 @@ class Transport:
         self.device = grid.device
         self._control = grid.control
         self.eager_reduce = grid.isolated
-        cuda = self.device.type == "cuda"
-        self._probe = torch.cuda.Stream() if cuda else None  # type: ignore[no-untyped-call]
+        self._probes: dict[tuple[str, str], torch.cuda.Stream] = {}
+        """One for each communicator: a probe takes ends in order, and only one communicator's ends are in order."""
         self._asides: dict[str, torch.cuda.Stream] = {}
         self._last_end: dict[tuple[str, str], Event | None] = {}
         self._last_host: dict[tuple[str, str], HostSpan] = {}
@@ -181,7 +181,7 @@ class Transport:
             return Handle(None, HostSpan(), ())
         place = (axis.name, lane)
         on_device = keep[0].device.type == "cuda"
-        span = DeviceSpan(self._probe, self._last_end.get(place)) if on_device else HostSpan(self._last_host.get(place))
+        span = self._device_span(place) if on_device else HostSpan(self._last_host.get(place))
         work = cast(Work, issue())
         span.follow(work)
         if isinstance(span, DeviceSpan):
@@ -192,3 +192,8 @@ class Transport:
         route, phase = key or ("control", lane)
         what = f"{phase} of {route} on the {axis.name} axis (collective {PROGRESS.issued()}, {keep[0].nbytes} bytes)"
         return Handle(work, span, keep, what)
+
+    def _device_span(self, place: tuple[str, str]) -> DeviceSpan:
+        if place not in self._probes:
+            self._probes[place] = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        return DeviceSpan(self._probes[place], self._last_end.get(place))

@@ -44,9 +44,10 @@ class Client(AdminCalls, KernelCalls, LifeCalls, StreamCalls):
     def __exit__(self, *_: object) -> None:
         self._http.close()
 
-    def plan(self, spec: str, *, timeout_s: float = 330.0) -> PlanReport:
-        """Plan a spec (YAML or JSON text)."""
-        return self._ask(PlanReport, "POST", "/v1/plans", content=spec, timeout_s=timeout_s)
+    def plan(self, spec: str, *, chip: str | None = None, timeout_s: float = 330.0) -> PlanReport:
+        """Plan a spec (YAML or JSON text), with its predicted cost on ``chip`` or the planner's own."""
+        params = {} if chip is None else {"chip": chip}
+        return self._ask(PlanReport, "POST", "/v1/plans", content=spec, params=params, timeout_s=timeout_s)
 
     def submit(self, spec: str, *, key: str | None = None, expected_plan_hash: str | None = None) -> r.JobResource:
         """Submit a spec; with a key, asking again is safe."""

@@ -15,11 +15,12 @@ from worker.contract.errors import ContractError, FieldError
 __all__ = [
     "PROBLEM_TYPE", "BadRequest", "BreakerAbsent", "ChildFailed", "ComparisonInvalid", "Conflict", "FollowTimeout",
     "Forbidden", "IdempotencyMismatch", "IdempotencyRunning", "InvalidInput", "InvalidPageToken", "JobFinished",
-    "LauncherUnavailable", "LeaseLost", "MethodNotAllowed", "NotFound", "PlanMismatch", "PlanRefusedProblem",
-    "PlannerFailed", "PreconditionFailed", "Problem", "QuotaExceeded", "RayProcessError", "RequestRefused",
-    "RequestTimeout", "ServiceError", "ServiceUnreachable", "SettingsInvalid", "SpecInvalidProblem", "StaleWrite",
-    "StartFailed", "StoreUnavailable", "StoreUnusable", "SupervisorGone", "SwapImpossible", "TooLarge",
-    "TooManyStreams", "Unauthorized", "UnsupportedType", "as_service_error", "error_of_status", "field_errors_of",
+    "KernelsAbsent", "LauncherUnavailable", "LeaseLost", "MethodNotAllowed", "NotFound", "PlanMismatch",
+    "PlanRefusedProblem", "PlannerFailed", "PreconditionFailed", "Problem", "QuotaExceeded", "RayProcessError",
+    "RequestRefused", "RequestTimeout", "ServiceError", "ServiceUnreachable", "SettingsInvalid",
+    "SpecInvalidProblem", "StaleWrite", "StartFailed", "StoreUnavailable", "StoreUnusable", "SupervisorGone",
+    "SwapImpossible", "TooLarge", "TooManyStreams", "Unauthorized", "UnsupportedType", "as_service_error",
+    "error_of_status", "field_errors_of",
 ]  # fmt: skip
 
 PROBLEM_TYPE = "application/problem+json"
@@ -212,6 +213,12 @@ class BreakerAbsent(Conflict):
     """The kernel has no breaker."""
 
     code, title = "breaker_absent", "This kernel has no breaker"
+
+
+class KernelsAbsent(Conflict):
+    """The job launches none of our kernels: a word on them would change nothing."""
+
+    code, title = "kernels_absent", "This job has no kernels to operate"
 
 
 class SwapImpossible(Conflict):

@@ -30,8 +30,8 @@ PLANNER_COMMAND = (sys.executable, "-m", "worker", "plan", "--serve")
 class Planner(Protocol):
     """Makes plans. Calls may be long, and come from several threads."""
 
-    def plan(self, spec: JobSpec) -> PlanReport:
-        """Return the plan of ``spec``.
+    def plan(self, spec: JobSpec, *, chip: str | None = None) -> PlanReport:
+        """Return the plan of ``spec``, with its predicted cost on ``chip`` (default: the planner's own, if known).
 
         Raises:
             PlanRefusedProblem: no plan can be made of it.
@@ -63,8 +63,8 @@ class _AnswerReader:
     def _ask(self, request: str) -> str:
         raise NotImplementedError
 
-    def plan(self, spec: JobSpec) -> PlanReport:
-        answer = self._answer(PlanRequest(spec_json=spec.model_dump_json()))
+    def plan(self, spec: JobSpec, *, chip: str | None = None) -> PlanReport:
+        answer = self._answer(PlanRequest(spec_json=spec.model_dump_json(), chip=chip))
         if answer.errors:
             raise PlanRefusedProblem(f"no plan can be made of job {spec.name}", answer.errors)
         if answer.plan is None:

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _export(options.checkpoint, options.directory)
     try:
         spec = load_spec(Path(options.spec).read_bytes())
-        return _plan(spec) if options.command == "plan" else _run(spec, options.save, options.json)
+        return _plan(spec, options.chip) if options.command == "plan" else _run(spec, options.save, options.json)
     except ContractError as error:
         for entry in error.errors:
             print(f"{options.spec}: {entry}", file=sys.stderr)
@@ -57,13 +57,14 @@ def _parser() -> argparse.ArgumentParser:
     group = plan.add_mutually_exclusive_group(required=True)
     group.add_argument("spec", nargs="?", help="YAML or JSON file")
     group.add_argument("--serve", action="store_true", help="answer one request a line from standard input")
+    plan.add_argument("--chip", help="predict the cost of a step on it, such as nvidia-h200")
     return parser
 
 
-def _plan(spec: JobSpec) -> int:
+def _plan(spec: JobSpec, chip: str | None) -> int:
     from worker.planner import make_plan
 
-    print(make_plan(spec).model_dump_json(indent=2))
+    print(make_plan(spec, chip=chip).model_dump_json(indent=2))
     return 0
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from worker.contract.spec import JobSpec
 
-__all__ = ["decide_device", "limit_threads"]
+__all__ = ["decide_device", "gpu_model", "limit_threads"]
+
+_DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 def decide_device(spec: JobSpec, local_index: int) -> torch.device:
@@ -26,6 +30,16 @@ def decide_device(spec: JobSpec, local_index: int) -> torch.device:
             "/resources/gpus_per_worker to 0, or install torch for CUDA on the workers"
         )
     return torch.device("cuda", local_index % torch.cuda.device_count())
+
+
+def gpu_model(driver: Path = _DRIVER) -> str | None:
+    """Return what the driver calls this machine's first GPU, or None; asked so, no context takes memory on it."""
+    for file in sorted(driver.glob("*/information")):
+        for line in file.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "Model":
+                return value.strip()
+    return None
 
 
 def limit_threads(spec: JobSpec) -> None:

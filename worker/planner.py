@@ -14,10 +14,11 @@ from worker.batches import num_micro_batches
 from worker.contract.errors import ContractError, ErrorValue, FieldError, PlanRefused
 from worker.contract.kernels import Kernel
 from worker.contract.load import load_spec
-from worker.contract.plan import ParameterPlan, PlanReport, RankPlan, RoutePlan, TrafficPlan
+from worker.contract.plan import CostPlan, ParameterPlan, PlanReport, RankPlan, RoutePlan, TrafficPlan
 from worker.contract.planning import PlanAnswer, PlanRequest
 from worker.contract.spec import DmuonOptimizer, JobSpec
 from worker.corpus import Corpus, load_corpus
+from worker.cost import cost_plan, decide_chip
 from worker.kernels import kernel_availability, make_newton_schulz
 from worker.model import build_model
 from worker.routing import hook_boundaries, is_managed, param_policy
@@ -43,7 +44,7 @@ def answer(request_json: str) -> str:
         if request.spec_json is None:
             result = PlanAnswer(kernels=kernel_availability(default_device()))
         else:
-            result = PlanAnswer(plan=make_plan(load_spec(request.spec_json)))
+            result = PlanAnswer(plan=make_plan(load_spec(request.spec_json), chip=request.chip))
     except ContractError as error:
         result = PlanAnswer(errors=error.errors)
     except Exception as error:  # the answer must say so: the process that asked waits for a line
@@ -51,16 +52,17 @@ def answer(request_json: str) -> str:
     return result.model_dump_json()
 
 
-def make_plan(spec: JobSpec, settings: WorkerSettings | None = None) -> PlanReport:
-    """Return the plan of ``spec`` for its world size.
+def make_plan(spec: JobSpec, settings: WorkerSettings | None = None, *, chip: str | None = None) -> PlanReport:
+    """Return the plan of ``spec`` for its world size, with its cost on ``chip`` (default: this machine's, if known).
 
     Raises:
-        PlanRefused: with all that is wrong with mesh, data, model, routing and kernels.
+        PlanRefused: with all that is wrong with mesh, data, model, routing, kernels and chip.
     """
     settings = settings or read_settings()
     errors: list[FieldError] = [*_mesh_errors(spec)]
     corpus = _collect(errors, lambda: load_corpus(spec.data, settings.cache_directory))
     _collect(errors, lambda: _check_kernels(spec))
+    figures = _collect(errors, lambda: decide_chip(chip, spec))
     vocab_size = corpus.vocab_size if corpus is not None else 1
     model = _collect(errors, lambda: build_model(spec, vocab_size, meta=True))
     plan = None if model is None else _collect(errors, lambda: job_plan(spec, model))
@@ -69,7 +71,8 @@ def make_plan(spec: JobSpec, settings: WorkerSettings | None = None) -> PlanRepo
     frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
     if isinstance(plan, BaselinePlan):
         return _baseline_report(spec, plan, corpus, frozen)
-    return _report(spec, plan, corpus, frozen)
+    cost = None if figures is None else cost_plan(spec, model, plan, figures)
+    return _report(spec, plan, corpus, frozen, cost)
 
 
 def job_plan(spec: JobSpec, model: nn.Module) -> dmuon.RuntimePlan | BaselinePlan:
@@ -151,7 +154,9 @@ def _check_kernels(spec: JobSpec) -> None:
         raise PlanRefused([FieldError(pointer=pointer, code=code, message=str(error), suggestion=cure)]) from error
 
 
-def _report(spec: JobSpec, plan: dmuon.RuntimePlan, corpus: Corpus, frozen_elements: int) -> PlanReport:
+def _report(
+    spec: JobSpec, plan: dmuon.RuntimePlan, corpus: Corpus, frozen_elements: int, cost: CostPlan | None
+) -> PlanReport:
     parameters = tuple(
         ParameterPlan(
             name=entry.name, aliases=entry.aliases, shape=entry.shape, elements=entry.elements, route=entry.route,
@@ -179,6 +184,7 @@ def _report(spec: JobSpec, plan: dmuon.RuntimePlan, corpus: Corpus, frozen_eleme
         frozen_elements=frozen_elements,
         data=corpus.plan(),
         tokens_per_step=spec.training.global_batch * spec.data.sequence_length,
+        cost=cost,
         warnings=tuple(plan.warnings),
     )  # fmt: skip
 

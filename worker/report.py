@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from worker.planner import traffic_factor
 
 __all__ = ["Reporter", "Sink", "StepFacts", "differences"]
 
+MEMORY_EVERY_S = 1.0
 Sink = Callable[[RankReport | Milestone | RankError], None]
 """Takes a message at once; it never waits for anyone."""
 
@@ -65,6 +67,8 @@ class Reporter:
     _ns_start: dict[tuple[str, str], ledger.NsCount] = field(default_factory=ledger.snapshot)
     _compared_start: ledger.Launches = field(default_factory=ledger.LEDGER.compared)
     _process: psutil.Process = field(default_factory=psutil.Process)
+    _memory: int = 0
+    _memory_due: float = -math.inf
 
     def report(self, facts: StepFacts) -> RankReport:
         """Return the report of a step that has just ended."""
@@ -134,9 +138,13 @@ class Reporter:
         return tuple(entry for entry in totals if entry.launches or entry.matrices)
 
     def _memory_bytes(self) -> int:
+        """Return what is held; a process is asked once in :data:`MEMORY_EVERY_S`, for a quick step would notice."""
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device)
-        return int(self._process.memory_info().rss)
+        now = time.monotonic()
+        if now >= self._memory_due:
+            self._memory_due, self._memory = now + MEMORY_EVERY_S, int(self._process.memory_info().rss)
+        return self._memory
 
 
 def comm_totals(comm: Mapping[tuple[Route, str], dmuon.CommCount]) -> tuple[CommTotals, ...]:

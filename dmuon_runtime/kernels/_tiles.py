@@ -7,11 +7,13 @@ one small matrix and 1.3 times for one of 2048 or 4096.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
-__all__ = ["TILES", "Product", "Tile", "candidate_tiles", "decide_plain_tile", "decide_tile"]
+__all__ = ["TILES", "Product", "Tile", "candidate_tiles", "decide_plain_tile", "decide_tile", "matrices_that_fill"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,21 +113,37 @@ def candidate_tiles(product: Product) -> tuple[str, ...]:
     return tuple(names)
 
 
+FULL_WAVES: Final = 0.95
+"""Share of the multiprocessors that work, over the waves of a product, from which more matrices gain nothing."""
+FULL_SIDE: Final = 4096
+"""One product of this size fills an H100 or H200, and a round of smaller ones is as much work at least."""
+
+
+@lru_cache(maxsize=1024)
+def matrices_that_fill(short_dim: int) -> int:
+    """Return how many matrices, multiplied together, keep the device busy; 1 from about 4096 on.
+
+    Measured on an H200 (milliseconds of Newton-Schulz): 20 matrices of 4096 take 66 one by one, 67 in pairs and 72
+    at once; 112 of 2048 take 50 by fours, 46 by 16 and 51 at once. Beyond what fills it, operands only leave the cache.
+    """
+    rows = -(-short_dim // 128)
+    tiles = rows * (rows + 1) // 2
+    least = -(-(FULL_SIDE**3) // short_dim**3)
+    shares = ((k, k * tiles / NUM_MULTIPROCESSORS) for k in range(least, least + NUM_MULTIPROCESSORS))
+    return next(k for k, waves in shares if waves / math.ceil(waves) >= FULL_WAVES)
+
+
 SMALL_PLAIN: Final = Tile(64, 64, square=False)
 FLAT_PLAIN: Final = Tile(64, 128, ping_pong=True, square=False)
-WIDE_PLAIN: Final = Tile(128, 192, cluster_m=2, ping_pong=True, square=False)
 
 
-def decide_plain_tile(num_matrices: int, rows: int, cols: int, inner_dim: int) -> Tile | None:
+def decide_plain_tile(num_matrices: int, rows: int, cols: int) -> Tile | None:
     """Return the tile for ``A B + beta C``, or None where cuBLAS and a pass over the diagonal are faster.
 
-    Measured on an H200: up to a third faster for one small matrix, 2 to 4 % for many tiles.
+    Measured on an H200 (`python -m benchmarks.tiles`): up to a third faster for one small matrix, 4 to 8 % up to two
+    waves of tiles; beyond them no tile is faster than cuBLAS by more than 2 %.
     """
     num_tiles = num_matrices * -(-rows // 128) * -(-cols // 128)
     if num_tiles <= 80:
         return SMALL_PLAIN if num_tiles <= 20 else FLAT_PLAIN
-    if num_tiles < 4 * NUM_MULTIPROCESSORS or inner_dim < 1024:
-        return None
-    num_wide = num_matrices * -(-rows // 128) * -(-cols // 192)
-    waves, wide_waves = (-(-count // NUM_MULTIPROCESSORS) for count in (num_tiles, num_wide))
-    return WIDE_PLAIN if 1.44 * wide_waves < waves else PING_PONG  # 1.5 of the work, a little faster
+    return PING_PONG if num_tiles <= 2 * NUM_MULTIPROCESSORS else None

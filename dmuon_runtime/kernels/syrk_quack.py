@@ -95,7 +95,7 @@ class Quack(SymmetricKernel):
 
 
 def _plain_tile(left: Tensor, right: Tensor) -> Tile | None:
-    return decide_plain_tile(left.shape[0], left.shape[1], right.shape[2], left.shape[2])
+    return decide_plain_tile(left.shape[0], left.shape[1], right.shape[2])
 
 
 def product_of(a: Tensor, b: Tensor, c: Tensor | None) -> Product:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response
 
 from orchestrator.api._examples import SPEC_BODY
@@ -21,25 +21,34 @@ __all__ = ["router"]
 
 router = APIRouter(prefix="/v1", tags=["plans"])
 Writer = Annotated[Principal, Depends(require("jobs:write"))]
+Chip = Annotated[
+    str | None,
+    Query(max_length=100, description="Predict the cost of a step on it, such as nvidia-h200; default: the planner's"),
+]
 
 
 @router.post("/plans", response_model=PlanReport, openapi_extra=SPEC_BODY)
 def plan(
-    request: Request, service: ServiceOf, principal: Writer, body: Body, key: IdempotencyHeader = None
+    request: Request,
+    service: ServiceOf,
+    principal: Writer,
+    body: Body,
+    key: IdempotencyHeader = None,
+    chip: Chip = None,
 ) -> Response:
     """Plan a job, or refuse it with all reasons. Nothing runs, and no cluster is needed."""
     spec = read_spec(request, body)
     check_paths(spec, service.settings.path_roots)
     claim = keyed(request, principal, key, body)
     if claim.key is None:
-        return reply(_planned(service, spec))
+        return reply(_planned(service, spec, chip))
     # Planning takes too long for a transaction: the key is claimed in one, and the answer kept in another.
     with service.database.write() as session:
         earlier = begin(session, claim, now=service.clock())
     if earlier is not None:
         return replay(earlier)
     try:
-        report = _planned(service, spec)
+        report = _planned(service, spec, chip)
     except BaseException:
         with service.database.write() as session:
             forget(session, claim)
@@ -49,8 +58,8 @@ def plan(
     return reply(report)
 
 
-def _planned(service: Service, spec: JobSpec) -> PlanReport:
-    report = service.planner.plan(spec)
+def _planned(service: Service, spec: JobSpec, chip: str | None) -> PlanReport:
+    report = service.planner.plan(spec, chip=chip)
     with service.database.write() as session:
         keep_plan(session, report, now=service.clock())
     return report

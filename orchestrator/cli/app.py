@@ -64,17 +64,21 @@ def down() -> None:
     c.console.print("down; nothing is left running")
 
 
+Chip = Annotated[str | None, typer.Option(help="Predict the cost of a step on it, such as nvidia-h200.")]
+
+
 @app.command()
-def plan(spec: SpecFile, url: Url = None, as_json: AsJson = False) -> None:
+def plan(spec: SpecFile, url: Url = None, as_json: AsJson = False, chip: Chip = None) -> None:
     """Say what a job would do, without running it."""
     text = c.read_file(spec)
     with c.connected(url) as client:
-        report = client.plan(text)
+        report = client.plan(text, chip=chip)
     if as_json:
         return c.print_json(report)
     summary = r.PlanSummary.model_validate(report.model_dump())
     routes = [(entry.route, entry.parameters, entry.elements) for entry in report.routes]
-    c.console.print(render_plan(summary, routes, [(t.route, t.phase, t.payload_bytes) for t in report.traffic]))
+    traffic = [(t.route, t.phase, t.payload_bytes) for t in report.traffic]
+    c.console.print(render_plan(summary, routes, traffic, report.cost))
 
 
 @app.command()

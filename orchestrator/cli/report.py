@@ -11,6 +11,7 @@ from rich.text import Text
 
 from orchestrator import resources as r
 from orchestrator.client import Client
+from worker.contract.plan import CostPlan
 
 __all__ = ["Report", "collect_report", "render_plan", "render_report"]
 
@@ -133,7 +134,10 @@ def _percent(value: float | None) -> str:
 
 
 def render_plan(
-    plan: r.PlanSummary, routes: Sequence[tuple[str, int, int]], traffic: Sequence[tuple[str, str, int]]
+    plan: r.PlanSummary,
+    routes: Sequence[tuple[str, int, int]],
+    traffic: Sequence[tuple[str, str, int]],
+    cost: CostPlan | None = None,
 ) -> Group:
     """Return a plan's figures: routes as (name, parameters, elements), traffic as (route, phase, bytes a rank)."""
     head = (
@@ -152,4 +156,18 @@ def render_plan(
     for name, phase, number in traffic:
         two.add_row(name, phase, _bytes(number))
     parts += [two] if traffic else []
+    parts += [] if cost is None else [Text(_cost_line(cost))]
     return Group(*parts, *(Text(f"warning: {text}", style="yellow") for text in plan.warnings))
+
+
+def _cost_line(cost: CostPlan) -> str:
+    """Return the predicted cost of a step in a few lines."""
+    return (
+        f"predicted on {cost.chip}: a step of {1e3 * cost.step_s:.1f} ms, {cost.overhead_ratio:+.1%} of "
+        f"{1e3 * cost.adamw_step_s:.1f} ms with FSDP2 and AdamW\n"
+        f"  update {1e3 * cost.update_s:.2f} ms, of it Newton-Schulz {1e3 * cost.ns_s:.2f} (mean over workers "
+        f"{1e3 * cost.ns_mean_s:.2f}, largest matrix {1e3 * cost.largest_matrix_s:.2f}); AdamW's "
+        f"{1e3 * cost.adamw_update_s:.2f}\n"
+        f"  waiting for communication {1e3 * cost.exposed_s:.2f} ms; AdamW's {1e3 * cost.adamw_exposed_s:.2f}\n"
+        f"  not measured but assumed: {', '.join(cost.assumed) or 'nothing'}"
+    )

@@ -3,18 +3,18 @@
 import { follow, get, Refused, send, setToken, takeTokenFromAddress } from "./api.js";
 import { Chart } from "./charts.js";
 import { at, put, toast } from "./dom.js";
-import { ask, attempt, forgetRows, lookAtBreakers, showKernels, swapKernel } from "./kernels.js";
+import { ask, attempt, forgetRows, lookAtBreakers, showKernels, showOptimizer, swapKernel } from "./kernels.js";
 import { Series } from "./series.js";
 import { addEvent, showJob, showJobs, showOverlap, showOwners } from "./views.js";
 
 const PAGE = 2000;
 const charts = { loss: new Chart(at("chart-loss"), "loss", 3), speed: new Chart(at("chart-speed"), "tokens a second", 3) };
-let chosen = null; // { id, series, job, breakers, stream }
+let chosen = null; // { id, series, job, breakers, optimizer, stream }
 
 function choose(id) {
   if (chosen?.id === id) return;
   chosen?.stream.abort();
-  chosen = { id, series: new Series(), job: null, breakers: {}, stream: new AbortController() };
+  chosen = { id, series: new Series(), job: null, breakers: {}, optimizer: null, stream: new AbortController() };
   at("events").replaceChildren();
   forgetRows();
   for (const chart of Object.values(charts)) chart.draw([], []);
@@ -47,8 +47,8 @@ async function lookAtJob() {
   showJob(job, mine.series.last);
   charts.loss.draw(mine.series.steps, mine.series.losses);
   charts.speed.draw(mine.series.steps, mine.series.speeds);
-  showOverlap(mine.series.recent());
-  showKernels(job, mine.series.last, mine.series.launchedNow(), mine.breakers);
+  showOverlap(mine.series.recent(), mine.optimizer);
+  if (showOptimizer(mine.optimizer)) showKernels(job, mine.series.last, mine.series.launchedNow(), mine.breakers);
 }
 
 async function lookBeside() {
@@ -58,6 +58,7 @@ async function lookBeside() {
   const routes = mine.job.plan ? await get(`/v1/jobs/${mine.id}/routes`) : null;
   if (chosen !== mine) return;
   mine.breakers = breakers;
+  mine.optimizer = routes?.optimizer ?? null;
   showOwners(routes);
 }
 

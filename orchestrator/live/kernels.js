@@ -29,10 +29,19 @@ function stateFor(breaker, jobId) {
   return { state: breaker.state, why: breaker.reason ? `${breaker.actor}: ${breaker.reason}` : "" };
 }
 
+// Of a baseline, whose kernels are torch's, there is nothing to operate; null: not known yet.
+export function showOptimizer(kind) {
+  const operated = kind === null || kind === "dmuon";
+  at("kernel-table").hidden = at("swap-line").hidden = !operated;
+  if (!operated) put(at("kernel-now"), `This job trains with torch's own ${kind}: it launches none of these kernels, and no breaker acts on it.`);
+  return operated;
+}
+
 export function showKernels(job, last, launching, breakers) {
   const totals = {};
   for (const part of last?.ns ?? []) totals[part.kernel] = (totals[part.kernel] ?? 0) + part.launches;
-  const now = new Set(launching.map((part) => part.kernel));
+  const current = job.state === "RUNNING" && last?.attempt === job.attempts.at(-1)?.number; // else the last step is an earlier attempt's
+  const now = new Set(current ? launching.map((part) => part.kernel) : []);
   const names = [...new Set([...Object.keys(totals), ...Object.keys(breakers), FALLBACK])].sort();
   for (const name of names) {
     if (!rows.has(name)) rows.set(name, makeRow(name, job));
@@ -90,7 +99,7 @@ export async function swapKernel(job) {
   });
   if (!said) return;
   const wanted = Object.fromEntries(Object.entries(said.target).filter(([, value]) => value));
-  if (!Object.keys(wanted).length) return toast("Choose a kernel or an algorithm.");
+  if (!Object.keys(wanted).length) return toast("Nothing was chosen: swap a kernel, an algorithm or coefficients.");
   const swap = await attempt(() => send("POST", `/v1/jobs/${job.id}/kernel-swaps`, { ...wanted, reason: said.reason }));
   if (swap) watch(job.id, swap);
 }
@@ -133,6 +142,7 @@ export function ask({ title, text, yes, scope = null, target = false, reason = t
   at("confirm-reason-label").hidden = !reason;
   at("confirm-reason").required = reason;
   at("confirm-reason").value = "";
+  for (const part of ["kernel", "algorithm", "coefficients"]) at(`target-${part}`).value = "";
   if (scope) dialog.querySelector(`input[name="scope"][value="${scope}"]`).checked = true;
   at("confirm-no").onclick = () => dialog.close("no");
   dialog.returnValue = "";
@@ -140,7 +150,7 @@ export function ask({ title, text, yes, scope = null, target = false, reason = t
   return new Promise((resolve) => {
     dialog.addEventListener("close", () => resolve(dialog.returnValue !== "yes" ? null : {
       reason: at("confirm-reason").value.trim(), scope: dialog.querySelector('input[name="scope"]:checked').value,
-      target: { kernel: at("target-kernel").value, algorithm: at("target-algorithm").value },
+      target: Object.fromEntries(["kernel", "algorithm", "coefficients"].map((part) => [part, at(`target-${part}`).value])),
     }), { once: true });
   });
 }

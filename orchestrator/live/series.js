@@ -20,7 +20,7 @@ export class Series {
   add(page, ranks) {
     let whole = page.points.length;
     while (whole && page.points[whole - 1].ranks < ranks) whole -= 1;
-    const points = page.points.slice(0, whole);
+    const points = page.points.slice(0, whole).map((point) => ({ ...point, attempt: page.attempt }));
     if (page.attempt === null) return 0;
     if (page.attempt !== this.attempt) {
       // Another attempt goes on from a checkpoint: what it does anew replaces what was.

@@ -65,10 +65,12 @@ function showVerdict(condition) {
   put(note, `${good ? "What ran is what was planned" : "ALARM: what ran is not what was planned"}: ${condition.message}`);
 }
 
-export function showOverlap(recent) {
+export function showOverlap(recent, optimizer) {
   const box = at("overlap");
   if (!recent || !recent.comm.length) {
-    box.replaceChildren(h("p", { class: "quiet" }, "Nothing was communicated yet."));
+    put(at("overlap-window"), "in the last steps");
+    const measured = optimizer === null || optimizer === "dmuon";
+    box.replaceChildren(h("p", { class: "quiet" }, measured ? "Nothing was communicated yet." : "Not known: torch measures none of what a baseline communicates."));
     return;
   }
   put(at("overlap-window"), `in the last ${recent.steps} steps`);

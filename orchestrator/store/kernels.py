@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 from orchestrator.errors import JobFinished
 from orchestrator.store.jobs import LIVE, WAITING, jobs_in
 from orchestrator.store.models import Breaker, BreakerTransition, Job, KernelSwap
-from orchestrator.store.swaps import next_number, order_of, target_of
+from orchestrator.store.swaps import next_number, order_of, refuse_baseline, target_of, trains_with
 from orchestrator.store.transitions import Value, add_event, locked_job
 from worker.contract.kernels import FALLBACK_KERNEL, BreakerState, Kernel, KernelPolicy
 from worker.contract.states import JobState
@@ -72,7 +72,7 @@ def set_breaker(
     now: float,
     expires_at: float | None = None,
 ) -> int:
-    """Set a breaker for all jobs or for one, with an event on every job that it concerns.
+    """Set a breaker for all jobs or for one, with an event on every job that it concerns: a baseline is none.
 
     A word for all jobs replaces earlier words for single ones. At ``expires_at`` it is closed again.
 
@@ -82,6 +82,7 @@ def set_breaker(
     Raises:
         NotFound: ``scope`` names no job.
         JobFinished: it names one that ended.
+        KernelsAbsent: it names one that trains with a baseline.
     """
     rows = breaker_rows(session)
     old = _state_in(rows, kernel, scope)
@@ -143,10 +144,11 @@ def _state_in(rows: Iterable[Breaker], kernel: Kernel, scope: str) -> BreakerSta
 
 def _affected(session: Session, scope: str) -> Sequence[Job]:
     if scope == ALL:
-        return jobs_in(session, *WAITING, *LIVE)
+        return [job for job in jobs_in(session, *WAITING, *LIVE) if trains_with(job) == "dmuon"]
     job = locked_job(session, scope)
     if JobState(job.state).terminal:
         raise JobFinished(f"job {scope} is {job.state}: its kernels launch nothing any more")
+    refuse_baseline(job)
     return [job]
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Sequence
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from orchestrator.errors import JobFinished, NotFound, SwapImpossible
+from orchestrator.errors import JobFinished, KernelsAbsent, NotFound, SwapImpossible
 from orchestrator.store.models import Attempt, BreakerTransition, Job, KernelSwap, RuntimeTransition
 from orchestrator.store.transitions import Value, add_event, locked_job
 from worker.contract.kernels import BreakerState, Kernel, KernelTarget, SwapOrder, SwapState
@@ -17,8 +18,8 @@ from worker.contract.spec import JobSpec
 from worker.contract.states import JobState
 
 __all__ = [
-    "close_swaps", "find_swap", "next_number", "note_milestone", "order_of", "request_swap", "runtime_counts",
-    "runtime_rows", "runtime_states", "swap_counts", "swaps_of", "target_of",
+    "close_swaps", "find_swap", "next_number", "note_milestone", "order_of", "refuse_baseline", "request_swap",
+    "runtime_counts", "runtime_rows", "runtime_states", "swap_counts", "swaps_of", "target_of", "trains_with",
 ]  # fmt: skip
 
 _STATES = {
@@ -46,17 +47,17 @@ def request_swap(
     Raises:
         NotFound: there is no such job.
         JobFinished: the job has ended.
+        KernelsAbsent: it trains with a baseline.
         SwapImpossible: it does not train yet, or another swap of it is under way.
     """
     job = locked_job(session, job_id)
     state = JobState(job.state)
     if state.terminal:
         raise JobFinished(f"job {job_id} is {state}: its kernels launch nothing any more")
+    refuse_baseline(job)
     if state is not JobState.RUNNING or attempt is None:
         raise SwapImpossible(f"job {job_id} is {state}; a kernel is swapped while a job is RUNNING. Ask again then.")
     spec = JobSpec.model_validate_json(job.spec)
-    if spec.optimizer.kind != "dmuon":
-        raise SwapImpossible(f"job {job_id} trains with torch's own {spec.optimizer.kind}, whose kernels are torch's.")
     active = session.scalar(select(KernelSwap).where(KernelSwap.job_id == job_id, KernelSwap.state.in_(_ACTIVE)))
     if active is not None:
         raise SwapImpossible(f"swap {active.id} of job {job_id} is {active.state}; one goes on at a time. Wait for it.")
@@ -69,6 +70,25 @@ def request_swap(
     data: dict[str, Value] = {"swap": row.id, "number": row.number, "actor": actor, "reason": reason}
     add_event(session, job, "swap_requested", f"{actor} asked for {target}: {reason}", now=now, data=data)
     return row
+
+
+def trains_with(job: Job) -> str:
+    """Return the kind of a job's optimizer: ``dmuon``, or a baseline."""
+    return str(json.loads(job.spec)["optimizer"]["kind"])
+
+
+def refuse_baseline(job: Job) -> None:
+    """Refuse a word on the kernels of a job that launches none of them.
+
+    Raises:
+        KernelsAbsent: it trains with a baseline.
+    """
+    kind = trains_with(job)
+    if kind != "dmuon":
+        raise KernelsAbsent(
+            f"job {job.id} trains with torch's own {kind} (optimizer.kind), whose kernels are torch's: tripping or "
+            "swapping ours would change nothing. Jobs with optimizer.kind dmuon have kernels to operate."
+        )
 
 
 def swaps_of(session: Session, job_id: str) -> Sequence[KernelSwap]:

@@ -19,6 +19,7 @@ from dashboards.rule_files import alert_routes
 from dashboards.rules import ALERTS, RECORDINGS
 from tests.architecture.source import ROOT
 from worker.contract.metrics import CATALOGUE, Metric
+from worker.contract.spec import BreakerSpec
 
 METRICS = {entry.name: entry for entry in CATALOGUE}
 SUFFIX = re.compile(r"_(bucket|sum|count)$")
@@ -132,6 +133,12 @@ def test_every_alert_is_in_the_runbook_and_nothing_else_is() -> None:
     text = (ROOT / "docs" / "operate.md").read_text()
     headings = set(re.findall(r"^### (DMuon\w+)$", text, re.MULTILINE))
     assert headings == {alert.name for alert in ALERTS}
+
+
+def test_the_guide_states_the_bounds_of_a_breaker_that_hold() -> None:
+    text, bounds = (ROOT / "docs" / "operate.md").read_text(), BreakerSpec()
+    assert f"**{bounds.check_every_calls} steps**" in text
+    assert f"within {bounds.check_every_calls * bounds.minimum_calls} steps by default" in text
 
 
 def test_every_alert_has_a_route() -> None:

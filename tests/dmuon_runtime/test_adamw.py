@@ -56,9 +56,9 @@ def test_closed_gate_changes_nothing(num_before: int) -> None:
     parts = (tensors.weights, tensors.exp_avgs, tensors.exp_avg_sqs, tensors.steps)
     before = [part[0].clone() for part in parts]
     tensors.gradients[0].fill_(math.nan)
-    changes = adamw_update(tensors, SETTINGS, torch.zeros(()))
+    squares = adamw_update(tensors, SETTINGS, torch.zeros(()))
     assert all(torch.equal(part[0], old) for part, old in zip(parts, before, strict=True))
-    assert torch.equal(changes[0], torch.zeros(4))
+    assert squares[0].sum() == 0
 
 
 def test_scale_rules() -> None:

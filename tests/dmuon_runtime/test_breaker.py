@@ -78,9 +78,9 @@ def test_open_waits_tries_and_closes() -> None:
     assert grant(breaker, 69.9) == "open" and grant(breaker, 70.0) == "half_open"
     for _ in range(2):
         breaker.observe(GOOD)
-        assert breaker.compares_next and grant(breaker, 71.0) == "half_open"
+        assert breaker.tries_next and grant(breaker, 71.0) == "half_open"
     breaker.observe(GOOD)
-    assert not breaker.compares_next, "no more trials than allowed, even if nobody moves it"
+    assert not breaker.tries_next, "no more trials than allowed, even if nobody moves it"
     assert grant(breaker, 72.0) == "closed"
 
 
@@ -122,7 +122,7 @@ def test_what_an_operator_pins_stays(move: Move, state: str) -> None:
         breaker.observe(BAD)
         assert grant(breaker, now) == state
     assert breaker.failures == {Cause.EXCEPTION: 2}
-    assert breaker.compares_next == (state == "metrics_only" and breaker.calls % 200 == 0)
+    assert breaker.is_watched == (state == "metrics_only") and not breaker.tries_next
     breaker.move(Move.RESET, 2e6, "over")
     assert grant(breaker, 2e6) == "closed", "what was seen under the operator's word does not trip afterwards"
 
@@ -135,7 +135,7 @@ def test_a_random_life_has_only_moves_of_the_table_and_stays_bounded() -> None:
         for _ in range(300):
             now += dice.random() * 3
             before = str(breaker.state)
-            if not breaker.state.avoids_kernel or breaker.compares_next:
+            if not breaker.state.avoids_kernel or breaker.tries_next:
                 breaker.observe(dice.choice((GOOD, GOOD, GOOD, BAD)))
             after = grant(breaker, now)
             if after != before:

@@ -72,16 +72,66 @@ def test_a_slow_kernel_trips_by_its_rate_and_costs_no_result() -> None:
         assert found is not None and found[1] is not None and found[1].cause is Cause.SLOW
 
 
-def test_bad_input_is_not_the_kernels_fault() -> None:
+@pytest.mark.parametrize("is_compared", [False, True])
+def test_bad_input_is_not_the_kernels_fault(is_compared: bool) -> None:
     bad = matrices((8, 16), (8, 16))
     bad[0][0, 0] = float("nan")
     with registered_kernel(Faulty("none")):
-        ns = guarded(check_every_calls=1000)
+        ns = guarded(check_every_calls=1000, check_matrices=2)
+        if not is_compared:  # the first call is, the next is not
+            ns.orthogonalize(matrices((8, 16), (8, 16)))
         assert ns.guard is not None
-        ns.guard.at(KEY).calls = 1  # no comparison in this call
         results = ns.orthogonalize(bad)
         assert results[0].isnan().all() and results[1].isfinite().all()
         assert not ns.guard.findings
+
+
+class WrongForSide(Faulty):
+    """Wrong by ``amount`` in products of one side alone, from the moment that :attr:`is_wrong` is set."""
+
+    side, is_wrong = 0, False
+
+    def _spoil(self, result: torch.Tensor, launch: int) -> torch.Tensor:
+        wrong = self.is_wrong and result.shape[-1] == self.side
+        return result * (1.0 + self.amount) if wrong else result
+
+
+@pytest.mark.parametrize("side", [6, 8])
+@pytest.mark.parametrize("good_calls", range(4))
+def test_finite_wrong_results_are_found_out_within_the_bound_for_every_shape(side: int, good_calls: int) -> None:
+    """Two groups share one breaker, whose calls alternate: with one count for both, one would never be compared."""
+    given, kernel = matrices((6, 16), (8, 16), (8, 12)), WrongForSide("wrong", amount=0.01)
+    kernel.side = side
+    with registered_kernel(kernel):
+        ns = guarded(check_every_calls=4)
+        assert ns.guard is not None
+        for _ in range(good_calls):
+            ns.orthogonalize(given)
+        assert not ns.guard.findings
+        kernel.is_wrong, calls = True, 0
+        while not ns.guard.findings:
+            ns.orthogonalize(given)
+            calls += 1
+            assert calls <= 4, "the bound that is documented is kept"
+        assert calls == -good_calls % 4 + 1, "and it is sharp: the first call is compared, and each fourth from it"
+        key, finding = ns.guard.findings[0]
+        assert key == KEY and finding.cause is Cause.RELATIVE_ERROR
+        assert 0.05 < float(finding.detail.split()[1]) < 0.2, "an error of about a tenth"
+
+
+def test_the_matrices_of_a_shape_take_turns_in_comparisons() -> None:
+    """A kernel that is wrong for one of six matrices alone is found out when it is that one's turn."""
+    given = [torch.full((2, 2, 3), 1.0), torch.full((2, 3), 2.0), torch.full((3, 2, 3), 3.0), torch.full((2, 4), 9.0)]
+    for index, x in enumerate([given[0][0], given[0][1], given[1], *given[2]]):
+        x += index / 10
+    guard = KernelGuard(Thresholds(check_every_calls=2, check_matrices=2))
+    breaker = guard.breaker("faulty", 2, torch.float32)
+    due = [[float(x[0, 0, 0]) for x in guard._due(breaker, given)] for _ in range(8)]
+    assert [len(numbers) for numbers in due] == [3, 0, 3, 0, 3, 0, 3, 0]
+    assert due[0][-1] == due[2][-1] == 9.0, "each shape has a turn of its own"
+    seen = [number for numbers in due[:6:2] for number in numbers[:-1]]
+    assert seen == pytest.approx([1.0, 1.1, 2.2, 3.3, 3.4, 3.5]), "in three comparisons of two each was looked at"
+    assert due[6] == due[0], "and then they begin anew"
 
 
 def test_an_open_breaker_takes_its_class_alone_to_the_fallback_and_a_trial_applies_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from pathlib import Path
 
@@ -197,3 +198,19 @@ def test_graphs_leave_when_they_keep_too_much() -> None:
         for _ in range(3):
             ns(matrices((2, size, size)))
     assert len(ns._graphs) == 1
+
+
+def test_a_graph_owns_its_workspace() -> None:
+    """Others clear torch's workspaces, as torch.compile's graphs do, and whoever captured first may be gone."""
+    g = matrices((128, 65536))  # a product that cuBLAS splits along the inner dim, through the workspace
+    first, second = (NewtonSchulz(kernel="cublas") for _ in range(2))
+    for ns in (first, second):
+        for _ in range(3):
+            expected = ns(g)
+    del first, ns
+    torch._C._cuda_clearCublasWorkspaces()
+    gc.collect()
+    torch.cuda.empty_cache()
+    canaries = [torch.zeros(size, device="cuda") for size in (1 << 18, 1 << 20, 2 << 20, 8 << 20, 8 << 20, 16 << 20)]
+    assert torch.equal(second(g), expected)
+    assert not any(canary.any() for canary in canaries)

@@ -15,7 +15,7 @@ from torch import Tensor
 from dmuon_runtime import _ns_measure
 from dmuon_runtime._choice_store import ChoiceStore, choice_store, machine_of
 from dmuon_runtime._ns_choices import Choices, Form
-from dmuon_runtime._ns_groups import Group, Recipe, decide_form, is_open
+from dmuon_runtime._ns_groups import Group, Recipe, decide_form, is_open, rounds
 from dmuon_runtime._ns_measure import Measuring
 from dmuon_runtime.kernels import KERNELS
 from dmuon_runtime.kernels._cublas import plain_product
@@ -31,6 +31,7 @@ from dmuon_runtime.kernels._tiles import (
     candidate_tiles,
     decide_plain_tile,
     decide_tile,
+    matrices_that_fill,
 )
 from dmuon_runtime.kernels.syrk_quack import Quack, product_of
 from dmuon_runtime.ledger import NsCount, snapshot
@@ -161,12 +162,36 @@ def test_tiles_are_taken_from_choices_only_where_they_compile() -> None:
 
 
 def test_a_plain_product_goes_to_cublas_where_no_tile_is_faster() -> None:
-    tiles = [
-        decide_plain_tile(number, size, size, size) for number, size in ((1, 512), (1, 1024), (1, 2048), (64, 512))
-    ]
-    assert [tile and (tile.tile_m, tile.tile_n) for tile in tiles] == [(64, 64), (64, 128), None, None]
-    many = [decide_plain_tile(number, size, size, size) for number, size in ((8, 2048), (32, 1024), (1, 4096))]
-    assert [tile and (tile.tile_m, tile.tile_n) for tile in many] == [(128, 192), (128, 128), (128, 128)]
+    sizes = ((1, 512), (1, 1024), (1, 2048), (64, 512), (8, 2048), (1, 4096))
+    tiles = [decide_plain_tile(number, size, size) for number, size in sizes]
+    assert [tile and (tile.tile_m, tile.tile_n) for tile in tiles] == [(64, 64), (64, 128), (128, 128)] + [None] * 3
+
+
+def _rounds(shapes: list[tuple[int, ...]], device: str = "cuda") -> list[list[int]]:
+    short_dim = min(shapes[0][-2:])
+    group = Group(torch.device(device), torch.float16, short_dim, 0, "quack", "gram")
+    return rounds(group, list(range(len(shapes))), shapes)
+
+
+def test_a_device_is_filled_by_one_matrix_of_4096_or_some_smaller_ones() -> None:
+    assert [matrices_that_fill(n) for n in (4096, 2048, 3072, 8192)] == [1, 12, 3, 1]
+    assert matrices_that_fill(64) * 64**3 >= 4096**3
+
+
+def test_a_large_group_runs_in_rounds() -> None:
+    """Each index once; sizes with enough matrices in rounds of their own, as equal as can be; the others together."""
+    square, wide, tall = (2048, 2048), (2048, 8192), (8192, 2048)
+    found = _rounds([square, wide] * 20 + [square] * 44 + [tall] * 5 + [(2048, 4096)] * 3)
+    assert sorted(index for part in found for index in part) == list(range(92))
+    assert [len(part) for part in found] == [13, 13, 13, 13, 12, 20, 8]
+    assert found[-1] == list(range(84, 92))
+    assert _rounds([(4096, 4096), (4096, 14336), (4096, 4096)]) == [[0], [2], [1]]
+
+
+def test_a_small_group_and_one_on_a_cpu_run_at_once() -> None:
+    assert _rounds([(2048, 2048)] * 23) == [list(range(23))]
+    assert _rounds([(2048, 2048)] * 99, "cpu") == [list(range(99))]
+    assert _rounds([(40, 2048, 2048), (2048, 2048)]) == [[0], [1]], "a tensor is never cut"
 
 
 @pytest.mark.parametrize("contiguous", [False, True])

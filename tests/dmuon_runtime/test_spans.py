@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dmuon_runtime.spans import DeviceSpan, Event
+from dmuon_runtime import spans
+from dmuon_runtime.spans import DeviceSpan, Event, HostSpan
 
 
 @dataclass
@@ -103,3 +105,29 @@ def test_nothing_is_said_before_the_device_is_there(device: Device) -> None:
     assert span.seconds() is None
     device.reached = 10
     assert span.seconds() == pytest.approx(0.010)
+
+
+def test_a_host_that_wakes_up_late_from_its_wait_exposes_no_more_than_the_collective_took(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Late:
+        """Ends a second after it was issued; who waits for it gets the processor back at 5 s."""
+
+        def get_future(self) -> Late:
+            return self
+
+        def add_done_callback(self, callback: Callable[[object], None]) -> None:
+            self.done = callback
+
+        def wait(self) -> bool:
+            now.s = 1.0
+            self.done(self)
+            now.s = 5.0
+            return True
+
+    now, work = SimpleNamespace(s=0.0), Late()
+    monkeypatch.setattr(spans, "time", SimpleNamespace(perf_counter=lambda: now.s))
+    span = HostSpan()
+    span.follow(work)  # type: ignore[arg-type]
+    span.wait(work)  # type: ignore[arg-type]
+    assert (span.seconds(), span.exposed_seconds()) == (1.0, 1.0)

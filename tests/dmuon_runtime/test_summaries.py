@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 import dmuon_runtime as dmuon
+from dmuon_runtime.chips import H200
+from dmuon_runtime.cost_model import StepWork
 from tests.multiproc.models import POLICY, make
 
 GROUP_KEYS = {
@@ -31,7 +33,7 @@ SCHEMA = {
     "plan": {
         "available", "hash", "world_size", "mesh_shape", "storage", "unit_count", "units", "units_truncated",
         "traffic", "totals", "ranks",
-        "planned_cost", "predicted_imbalance", "warnings",
+        "planned_cost", "predicted_imbalance", "predicted", "warnings",
     },
     "unit": {"unit_index", "name", "num_parameters", "cast_inputs_to", "output_dtype", "buckets"},
     "bucket": {
@@ -108,6 +110,9 @@ def test_plan_summary(trained: tuple[torch.nn.Module, dmuon.Muon]) -> None:
         b.reduce_bytes for b in dmuon.get_plan(model).buckets
     )
     assert found["hash"][:12] in str(summary) and "<root>" in str(summary)
+    assert found["predicted"] is None, "no chip was named"
+    predicted = dmuon.summarize_comm_plan(model, chip=H200, work=StepWork(tokens=64))["predicted"]
+    assert json.loads(json.dumps(predicted))["chip"] == "nvidia-h200"
     short = dmuon.summarize_comm_plan(model, max_units=1)
     assert len(short["units"]) == 1 and short["units_truncated"] and short["totals"] == summary["totals"]  # type: ignore[arg-type]
 

@@ -12,7 +12,7 @@ from playwright.sync_api import Page, ViewportSize, sync_playwright
 __all__ = ["DESKTOP", "PHONE", "open_page"]
 
 DESKTOP: ViewportSize = {"width": 1360, "height": 1000}
-PHONE: ViewportSize = {"width": 390, "height": 844}
+PHONE: ViewportSize = {"width": 375, "height": 812}
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from orchestrator import resources as r
 from orchestrator.cli.own_service import OwnService
 from orchestrator.cli.report import collect_report, render_report
 from tests.e2e.jobs import EXAMPLE, wait_for, wait_until_ended
-from tests.e2e.prometheus import running_prometheus
+from tests.e2e.prometheus import LATER, running_prometheus
 
 pytestmark = [pytest.mark.service, pytest.mark.timeout(400)]
 
@@ -52,10 +52,6 @@ def _ask_every_query(prometheus: Any, job_id: str) -> dict[str, list[dict[str, A
         where: prometheus.query(expr.replace("$__rate_interval", "30s").replace("$job", job_id))
         for where, expr in asked.items()
     }
-
-
-LATER = {"dmuon_checkpoint_timestamp_seconds", "dmuon_checkpoint_every_steps"}
-"""Of a job that saves checkpoints; this one is asked before it does."""
 
 
 @pytest.fixture(scope="module")

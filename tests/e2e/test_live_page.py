@@ -1,15 +1,22 @@
-"""An operator without Grafana: the live page in a real browser, on a job that runs."""
+"""An operator without Grafana: the live page in a real browser, on a job that runs, watched by a real Prometheus too.
+
+What an operator does here is also what fills the panels that are empty until it happens.
+"""
 
 from __future__ import annotations
 
+import shutil
+import time
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page, expect
 
+from dashboards.boards import BOARDS
 from orchestrator.cli.own_service import OwnService
 from tests.e2e.browser import DESKTOP, PHONE, open_page
 from tests.e2e.jobs import small, submit, wait_for, wait_until_ended
+from tests.e2e.prometheus import LATER, Prometheus, running_prometheus
 
 pytestmark = [pytest.mark.service, pytest.mark.timeout(240)]
 
@@ -32,6 +39,24 @@ def press(page: Page, name: str) -> None:
     page.keyboard.press("Enter")
 
 
+def focused(page: Page) -> str:
+    """The name of what has the focus."""
+    name: str = page.evaluate(
+        "() => { const at = document.activeElement;"
+        " return (at.getAttribute('aria-label') ?? at.labels?.[0]?.innerText ?? at.innerText).trim(); }"
+    )
+    return name
+
+
+def tab_to(page: Page, name: str) -> None:
+    """Go on with the Tab key alone until what is called ``name`` has the focus."""
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        if focused(page) == name:
+            return
+    raise AssertionError(f"the keyboard does not come to {name!r}; it is at {focused(page)!r}")
+
+
 def say(page: Page, reason: str) -> None:
     """Answer the dialog: a reason and a yes."""
     expect(page.locator("#confirm")).to_be_visible()
@@ -49,13 +74,49 @@ def wide(page: Page) -> int:
     return found
 
 
+NOT_CAUSED = {"Alerts": "an alert of a job lasts minutes before it fires; promtool's tests fire each"}
+"""Marks that no test fills, and why."""
+
+
+def filled_by_events() -> dict[str, str]:
+    """Every query of a panel or a mark that is empty until its event, by board and title."""
+    found = {name: name for name in LATER}
+    for board in BOARDS:
+        filled = [panel for panel in board.panels if panel.filled_by is not None]
+        found |= {f"{board.uid} / {p.title} / {q.expr}": q.expr for p in filled for q in p.queries}
+        marks = [mark for mark in board.annotations if mark.name not in NOT_CAUSED]
+        found |= {f"{board.uid} / mark {mark.name}": mark.expr for mark in marks}
+    return found
+
+
+def wait_until_filled(prometheus: Prometheus, job_id: str, left: dict[str, str]) -> None:
+    """Ask until each query in ``left`` has returned a number once, for some look at a moment that passes; empty it."""
+    deadline, spans = time.monotonic() + 40, {"$job": job_id, "$__interval": "5m", "$__rate_interval": "1m"}
+    while left:
+        for where, expr in list(left.items()):
+            for name, value in spans.items():
+                expr = expr.replace(name, value)
+            if any(entry["value"][1] not in ("NaN", "+Inf", "-Inf") for entry in prometheus.query(expr)):
+                del left[where]
+        assert not left or time.monotonic() < deadline, f"their event has happened and they are empty: {list(left)}"
+        time.sleep(0.5)
+
+
 def test_watch_a_job_trip_its_kernel_swap_it_and_cancel(service: OwnService, tmp_path: Path) -> None:
-    with service.client() as client, open_page(f"{service.url}/") as (page, complaints):
+    if shutil.which("prometheus") is None:
+        pytest.skip("prometheus is not installed (Debian: apt-get install prometheus)")
+    with (
+        service.client() as client,
+        running_prometheus(service, tmp_path) as prometheus,
+        open_page(f"{service.url}/") as (page, complaints),
+    ):
         expect(page.locator("#token-dialog")).to_be_visible()
         complaints.clear()  # the browser notes the 401 that asked for the token
         page.locator("#token-input").fill(service.token)
         page.get_by_role("button", name="Use it").click()
-        job = submit(client, small(kernels={"kernel": "blocked"}, training={"steps": 4000}))
+        job = submit(
+            client, small(kernels={"kernel": "blocked"}, training={"steps": 4000}, checkpoint={"every_steps": 2000})
+        )
         wait_for(client, job.id, lambda seen: seen.progress.step >= 5)
         page.goto(f"{service.url}/#job={job.id}&token={service.token}")
         page.reload()
@@ -72,13 +133,20 @@ def test_watch_a_job_trip_its_kernel_swap_it_and_cancel(service: OwnService, tmp
         running(page, "blocked")
         page.screenshot(path=tmp_path / "live-light.png", full_page=True)
 
-        press(page, "Trip blocked")
-        page.locator("#confirm-yes").click()
+        tab_to(page, "Trip blocked")
+        page.keyboard.press("Enter")
+        tab_to(page, "Trip blocked")
+        page.keyboard.press("Enter")
         expect(page.locator("#confirm")).to_be_visible()  # no reason, no trip
-        page.locator("#confirm-no").click()
+        page.keyboard.press("Escape")
+        expect(page.locator("#confirm")).to_be_hidden()
         assert client.breaker("blocked").jobs.get(job.id) is None
-        press(page, "Trip blocked")
-        say(page, "a trial in the browser")
+        assert focused(page) == "Trip blocked", "one is back where one was"
+        page.keyboard.press("Enter")
+        tab_to(page, "Reason")
+        page.keyboard.type("a trial in the browser")
+        tab_to(page, "Trip blocked")
+        page.keyboard.press("Enter")
         running(page, "cublas")
         expect(page.locator('[data-kernel="blocked"]')).to_have_attribute("data-running", "false")
         expect(page.locator('[data-kernel="blocked"]')).to_contain_text("a trial in the browser")
@@ -92,6 +160,8 @@ def test_watch_a_job_trip_its_kernel_swap_it_and_cancel(service: OwnService, tmp
 
         press(page, "Swap kernel…")
         page.locator("#target-kernel").select_option("cublas")
+        page.locator("#target-coefficients").select_option("you")
+        page.screenshot(path=tmp_path / "live-swap.png")
         say(page, "another trial")
         expect(page.locator("#swap-state")).to_contain_text("committed at step", timeout=60_000)
         running(page, "cublas")
@@ -101,8 +171,19 @@ def test_watch_a_job_trip_its_kernel_swap_it_and_cancel(service: OwnService, tmp
         assert wide(page) <= 0, "a phone does not scroll sideways"
         page.screenshot(path=tmp_path / "live-phone.png", full_page=True)
         page.set_viewport_size(DESKTOP)
+        press(page, "Pause")
+        page.locator("#confirm-yes").click()
+        expect(page.locator("#job-state")).to_have_text("PAUSED", timeout=60_000)
+        expect(page.locator('[data-kernel="cublas"]')).to_have_attribute("data-running", "false")
+        press(page, "Resume")
+        page.locator("#confirm-yes").click()
+        running(page, "cublas")  # what was swapped in runs in the next attempt too
+        filled = filled_by_events()
+        ended = {where: filled.pop(where) for where in list(filled) if "Jobs that ended" in where}
+        wait_until_filled(prometheus, job.id, filled)
         press(page, "Cancel job")
         page.locator("#confirm-yes").click()
         expect(page.locator("#job-state")).to_have_text("CANCELLED", timeout=60_000)
         wait_until_ended(client, job.id)
+        wait_until_filled(prometheus, job.id, ended)
         assert not complaints, complaints

@@ -16,6 +16,8 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from benchmarks.common import claim_device
+
 __all__ = ["run_ranks"]
 
 T = TypeVar("T")
@@ -39,7 +41,7 @@ def _child(
     torch.set_num_threads(1)
     try:
         if backend == "nccl":
-            torch.cuda.set_device(rank)
+            claim_device(rank, world_size)
         dist.init_process_group(
             backend,
             init_method=f"file://{store}",

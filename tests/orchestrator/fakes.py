@@ -25,7 +25,7 @@ from worker.contract.messages import (
     RouteStats,
     StopRequest,
 )
-from worker.contract.plan import DataPlan, ParameterPlan, PlanReport, RankPlan, RoutePlan, TrafficPlan
+from worker.contract.plan import CostPlan, DataPlan, ParameterPlan, PlanReport, RankPlan, RoutePlan, TrafficPlan
 from worker.contract.spec import JobSpec
 from worker.contract.states import Reason
 
@@ -101,6 +101,15 @@ def make_plan(spec: JobSpec, plan_hash: str = "plan-1") -> PlanReport:
     )
 
 
+def make_cost(chip: str) -> CostPlan:
+    """A step of 110 ms where AdamW's takes 100."""
+    return CostPlan(
+        chip=chip, step_s=0.110, adamw_step_s=0.100, overhead_ratio=0.1, compute_s=0.090, update_s=0.015,
+        adamw_update_s=0.006, ns_s=0.012, ns_mean_s=0.011, largest_matrix_s=0.001, exposed_s=0.005,
+        adamw_exposed_s=0.004, publish_exposed_s=0.0, assumed=("node_hop_s",),
+    )  # fmt: skip
+
+
 def make_report(
     rank: int, step: int, *, matrices: int | None = None, loss: float = 2.0, skipped: int = 0
 ) -> RankReport:
@@ -163,14 +172,18 @@ class FakePlanner:
 
     def __init__(self) -> None:
         self.refuse: tuple[FieldError, ...] = ()
+        self.chips: list[str | None] = []
         self.before: Callable[[], None] = lambda: None
         self.closed = False
 
-    def plan(self, spec: JobSpec) -> PlanReport:
+    def plan(self, spec: JobSpec, *, chip: str | None = None) -> PlanReport:
         self.before()
+        self.chips.append(chip)
         if self.refuse:
             raise PlanRefusedProblem("no plan can be made", self.refuse)
-        return make_plan(spec) if spec.optimizer.kind == "dmuon" else make_baseline_plan(spec)
+        if spec.optimizer.kind != "dmuon":
+            return make_baseline_plan(spec)
+        return make_plan(spec).model_copy(update={} if chip is None else {"cost": make_cost(chip)})
 
     def kernels(self) -> tuple[KernelAvailability, ...]:
         return (KernelAvailability(kernel=Kernel.CUBLAS, available=True, detail="torch"),)

@@ -143,8 +143,8 @@ def test_validate_only_submits_nothing(world: World) -> None:
 
 
 def test_plans(world: World) -> None:
-    answer = world.client.post("/v1/plans", json=SPEC)
-    assert answer.json()["plan_hash"] == "plan-1"
+    answer = world.client.post("/v1/plans?chip=nvidia-h200", json=SPEC)
+    assert answer.json()["plan_hash"] == "plan-1" and world.planner.chips == ["nvidia-h200"]
     world.planner.refuse = (FieldError(pointer="/routing", code="no_matrix", message="m", suggestion="s"),)
     found = problem(world.client.post("/v1/plans", json=SPEC, headers={"Idempotency-Key": "a"}), 422, "plan_refused")
     assert found["errors"] == [{"pointer": "/routing", "code": "no_matrix", "message": "m", "suggestion": "s"}]

@@ -64,6 +64,9 @@ def run(*words: str, code: int = 0) -> str:
 
 def test_life_in_commands(world: World, client: Client, tmp_path: Path) -> None:
     spec = write_spec(tmp_path)
+    assert "predicted" not in run("plan", spec)
+    predicted = run("plan", spec, "--chip", "nvidia-h200")
+    assert "predicted on nvidia-h200: a step of 110.0 ms, +10.0% of 100.0 ms" in predicted and "node_hop_s" in predicted
     plan = json.loads(run("plan", spec, "--json"))
     job = json.loads(run("submit", spec, "--expected-plan-hash", plan["plan_hash"], "--json"))["id"]
     world.turn()

@@ -12,6 +12,7 @@ from orchestrator.cli.serving import _page_address
 from orchestrator.settings import Settings
 from tests.architecture.source import ROOT
 from tests.orchestrator.conftest import World
+from worker.contract.kernels import Algorithm, CoefficientSet
 
 LIVE = ROOT / "orchestrator" / "live"
 
@@ -43,6 +44,13 @@ def test_nothing_comes_from_elsewhere() -> None:
     assert "MIT" in (LIVE / "vendor" / "uPlot.LICENSE").read_text()
     version = re.search(r"uPlot (\d+\.\d+\.\d+)", (LIVE / "vendor" / "README.md").read_text())
     assert version is not None and "uPlot" in (LIVE / "vendor" / "uPlot.iife.min.js").read_text()[:200]
+
+
+def test_the_page_offers_what_can_be_swapped() -> None:
+    text = (LIVE / "index.html").read_text()
+    for part, known in (("algorithm", Algorithm), ("coefficients", CoefficientSet)):
+        found = re.search(rf'id="target-{part}">(.*?)</select>', text, re.DOTALL)
+        assert found is not None and set(re.findall(r'value="(\w+)"', found[1])) == {each.value for each in known}
 
 
 @pytest.mark.parametrize("name", ["../settings.py", "%2e%2e/settings.py", "vendor/README.md", "index.html", "", "none"])

@@ -99,9 +99,19 @@ def test_one_swap_at_a_time_and_only_while_the_job_trains(world: World) -> None:
     assert [entry["id"] for entry in world.client.get(f"/v1/jobs/{job}/kernel-swaps").json()["swaps"]] == [first["id"]]
 
 
-def test_a_baseline_has_no_kernel_to_swap(world: World) -> None:
-    job = world.running(optimizer={"kind": "adamw"})
-    assert "torch's own adamw" in ask(world, job, 409)["detail"]
+def test_a_word_on_the_kernels_of_a_baseline_is_refused_and_leaves_nothing_behind(world: World) -> None:
+    job, other = world.running(optimizer={"kind": "adamw"}), world.running()
+    refused = ask(world, job, 409)
+    assert refused["code"] == "kernels_absent" and "torch's own adamw" in refused["detail"]
+    for action in ("trip", "reset", "observe"):
+        body = {"action": action, "reason": "slow", "scope": job}
+        answer = world.client.put("/v1/kernels/quack/breaker", json=body)
+        assert (answer.status_code, answer.json()["code"]) == (409, "kernels_absent")
+    breaker = world.client.get("/v1/kernels/quack/breaker").json()
+    assert breaker["epoch"] == 0 and not breaker["jobs"] and not breaker["history"]
+    assert world.client.put("/v1/kernels/quack/breaker", json={"action": "trip", "reason": "slow"}).status_code == 200
+    assert "breaker" not in {event["kind"] for event in events(world, job)}, "it does not concern that job"
+    assert "breaker" in {event["kind"] for event in events(world, other)}
 
 
 def test_a_swap_can_be_tied_to_what_was_seen_and_is_not_done_twice(world: World) -> None:

@@ -13,6 +13,7 @@ import pytest
 from tests.worker.specs import tiny_document, tiny_spec
 from worker.contract.errors import PlanRefused
 from worker.contract.planning import PlanAnswer, PlanRequest
+from worker.device import gpu_model
 from worker.planner import answer, make_plan
 from worker.settings import WorkerSettings
 
@@ -42,6 +43,30 @@ def test_a_plan_says_it_all(tmp_path: Path) -> None:
     assert rules["lm_head.weight"] == "overrides[1]" and rules["model.layers.0.mlp.up_proj.weight"] == "defaults"
     assert plan.plan_hash == make_plan(spec, WorkerSettings(cache_directory=tmp_path)).plan_hash
     assert plan.plan_hash != make_plan(tiny_spec(3), WorkerSettings(cache_directory=tmp_path)).plan_hash
+
+
+def test_a_plan_says_what_a_step_will_cost_on_a_chip(tmp_path: Path) -> None:
+    settings, spec = WorkerSettings(cache_directory=tmp_path), tiny_spec(2)
+    assert make_plan(spec, settings).cost is None, "a job on CPUs has no chip"
+    plan = make_plan(spec, settings, chip="NVIDIA H200")
+    cost = plan.cost
+    assert cost is not None and cost.chip == "nvidia-h200" and "network_bytes_per_s" in cost.assumed
+    assert plan.plan_hash == make_plan(spec, settings).plan_hash, "a prediction is no part of what ranks agree on"
+    assert cost.overhead_ratio == pytest.approx(cost.step_s / cost.adamw_step_s - 1)
+    assert cost.step_s == pytest.approx(cost.compute_s + cost.exposed_s + cost.update_s)
+    elsewhere = make_plan(tiny_spec(2, data={"sequence_length": 64}), settings, chip="nvidia-h200").cost
+    assert elsewhere is not None and elsewhere.compute_s > 2 * cost.compute_s, "attention grows with the square"
+    with pytest.raises(PlanRefused) as caught:
+        make_plan(spec, settings, chip="abacus")
+    assert [(e.pointer, e.code) for e in caught.value.errors] == [("/chip", "unknown_chip")]
+    assert "nvidia-h200" in str(caught.value)
+
+
+def test_the_gpu_of_a_machine_is_read_from_its_driver(tmp_path: Path) -> None:
+    assert gpu_model(tmp_path) is None
+    (tmp_path / "0000:01:00.0").mkdir()
+    (tmp_path / "0000:01:00.0" / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 16\n")
+    assert gpu_model(tmp_path) == "NVIDIA H200"
 
 
 def test_a_baseline_is_planned_without_owners(tmp_path: Path) -> None:

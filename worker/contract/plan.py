@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from worker.contract.spec import Route
 
-__all__ = ["DataPlan", "ParameterPlan", "Phase", "PlanReport", "RankPlan", "RoutePlan", "TrafficPlan"]
+__all__ = ["CostPlan", "DataPlan", "ParameterPlan", "Phase", "PlanReport", "RankPlan", "RoutePlan", "TrafficPlan"]
 
 Phase = Literal["forward", "backward", "reduce", "publish", "tp"]
 
@@ -85,6 +85,32 @@ class DataPlan(Part):
     samples_per_epoch: int
 
 
+class CostPlan(Part):
+    """What a step is predicted to take on the slowest rank, beside FSDP2 with AdamW on the same mesh. Seconds."""
+
+    chip: str
+    step_s: float
+    adamw_step_s: float
+    overhead_ratio: float
+    """What a step costs more than AdamW's, over AdamW's."""
+    compute_s: float
+    """Forward and backward; the same for both."""
+    update_s: float
+    adamw_update_s: float
+    ns_s: float
+    """Newton-Schulz on the rank that has most of it."""
+    ns_mean_s: float
+    largest_matrix_s: float
+    """Below which no number of workers brings ``ns_s``."""
+    exposed_s: float
+    """Communication that compute waits for."""
+    adamw_exposed_s: float
+    publish_exposed_s: float
+    """The part of ``exposed_s`` that brings new weights to other replicas."""
+    assumed: tuple[str, ...]
+    """Figures of the chip that were not measured."""
+
+
 class PlanReport(Part):
     """Everything that can be said about a job before it runs.
 
@@ -109,4 +135,6 @@ class PlanReport(Part):
     frozen_elements: int
     data: DataPlan
     tokens_per_step: int
+    cost: CostPlan | None = None
+    """None where no chip was named or the figures of this machine's are not known, and of a baseline."""
     warnings: tuple[str, ...] = ()

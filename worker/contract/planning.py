@@ -20,6 +20,8 @@ class PlanRequest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     spec_json: str | None = None
+    chip: str | None = None
+    """Of which the cost of a step is to be predicted; None: of this machine's, where its figures are known."""
 
 
 class PlanAnswer(BaseModel):

@@ -231,9 +231,10 @@ class BreakerSpec(Section):
     minimum_calls: Annotated[int, Field(ge=1, le=10_000)] = 5
     """Compared calls before the share counts; not above ``window``."""
     check_every_calls: Annotated[int, Field(ge=1, le=1_000_000)] = 200
-    """Calls from one comparison with the fallback to the next."""
+    """Calls with matrices of a shape, one a step, from one comparison with the fallback to the next: within so many
+    steps a kernel that is wrong is found out."""
     check_matrices: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Matrices of a comparison."""
+    """Matrices of each shape in a comparison; those of a shape take turns."""
     open_s: Annotated[float, Field(ge=0, le=86_400)] = 60.0
     """From tripping to the first trial; doubled at each trial that fails, up to ``max_open_s``."""
     max_open_s: Annotated[float, Field(ge=0, le=604_800)] = 3600.0

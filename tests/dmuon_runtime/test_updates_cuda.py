@@ -1,0 +1,144 @@
+"""The fused passes of an update on a GPU: what plain torch does, and nothing at all behind a closed gate."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from dmuon_runtime import adamw, updates
+from dmuon_runtime.adamw import AdamWSettings, AdamWTensors, adamw_update
+from dmuon_runtime.updates import apply_change, momentum_update
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+SIZES = (1, 7, 4096, 4097, 100_003)
+DTYPES = (torch.float32, torch.bfloat16)
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-2}
+"""By the dtype of the state: plain torch rounds it between two operations, the fused kernels once (values below 8)."""
+
+
+def _random(size: int, dtype: torch.dtype = torch.float32, offset: int = 1) -> Tensor:
+    """A slice that begins off every alignment, as a parameter does in the middle of a bucket."""
+    return torch.randn(size + offset, device="cuda").to(dtype)[offset:]
+
+
+def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (updates, adamw):
+        monkeypatch.setattr(module, "fused_for", lambda tensors: None)
+
+
+def _gates() -> list[Tensor | None]:
+    return [None, torch.ones((), device="cuda"), torch.zeros((), device="cuda")]
+
+
+def _close(found: Tensor, expected: Tensor, state: torch.dtype) -> None:
+    tolerance = TOLERANCE[state]
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_momentum(dtype: torch.dtype, nesterov: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    cases = [(_random(size, dtype), _random(size), gate) for size in SIZES for gate in _gates()]
+    mine = [buffer.clone() for buffer, _, _ in cases]
+    found = [momentum_update(m, g, 0.95, nesterov, gate) for m, (_, g, gate) in zip(mine, cases, strict=True)]
+    _plain(monkeypatch)
+    for (buffer, gradient, gate), after, ahead in zip(cases, mine, found, strict=True):
+        before = buffer.clone()
+        expected = momentum_update(buffer, gradient, 0.95, nesterov, gate)
+        assert ahead.dtype == expected.dtype and (nesterov or ahead is after)
+        _close(after, buffer, dtype)
+        _close(ahead, expected, dtype)
+        if gate is not None and gate == 0:
+            assert torch.equal(after, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_apply_change(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    cases = [(_random(size, dtype), _random(size), gate) for size in SIZES for gate in _gates()]
+    mine = [weight.clone() for weight, _, _ in cases]
+    found = [apply_change(w, d, -0.02, 1e-3, gate) for w, (_, d, gate) in zip(mine, cases, strict=True)]
+    _plain(monkeypatch)
+    for (weight, direction, gate), after, squares in zip(cases, mine, found, strict=True):
+        before = weight.clone()
+        expected = apply_change(weight, direction, -0.02, 1e-3, gate)
+        _close(after, weight, dtype)
+        torch.testing.assert_close(squares.double().sum(), expected, rtol=1e-5, atol=0)
+        if gate is not None and gate == 0:
+            assert torch.equal(after, before) and squares.sum() == 0
+
+
+def _tensors(state: torch.dtype) -> AdamWTensors:
+    return AdamWTensors(
+        [_random(size) for size in SIZES],
+        [_random(size) for size in SIZES],
+        [_random(size, state) for size in SIZES],
+        [_random(size, state).abs() for size in SIZES],
+        [torch.full((), float(number), device="cuda") for number, _ in enumerate(SIZES)],
+    )
+
+
+def _copy(tensors: AdamWTensors) -> AdamWTensors:
+    columns = (tensors.weights, tensors.gradients, tensors.exp_avgs, tensors.exp_avg_sqs, tensors.steps)
+    return AdamWTensors(*([x.clone() for x in column] for column in columns))
+
+
+@pytest.mark.parametrize("state", DTYPES, ids=str)
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.95)], ids=str)
+def test_adamw(state: torch.dtype, betas: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(2)
+    settings = AdamWSettings(3e-3, betas, 1e-8, 0.1)
+    start = [_tensors(state) for _ in _gates()]
+    mine, plain = [_copy(t) for t in start], [_copy(t) for t in start]
+    found = [adamw_update(t, settings, gate) for t, gate in zip(mine, _gates(), strict=True)]
+    _plain(monkeypatch)
+    expected = [adamw_update(t, settings, gate) for t, gate in zip(plain, _gates(), strict=True)]
+    for ours, theirs, squares, others in zip(mine, plain, found, expected, strict=True):
+        for name in ("weights", "exp_avgs", "exp_avg_sqs", "steps"):
+            for one, other in zip(getattr(ours, name), getattr(theirs, name), strict=True):
+                _close(one, other, torch.float32)
+        for one, other in zip(squares, others, strict=True):
+            torch.testing.assert_close(
+                one.double().sum(), other, rtol=2e-2 if state == torch.bfloat16 else 1e-5, atol=0
+            )
+    for name in ("weights", "exp_avgs", "exp_avg_sqs", "steps"):
+        assert all(torch.equal(a, b) for a, b in zip(getattr(mine[2], name), getattr(start[2], name), strict=True))
+
+
+def test_bias_correction_of_a_first_step_is_exact() -> None:
+    """With one gradient the change is -lr sign(g), whatever beta2: 1 - 0.9999 in single precision would be off."""
+    weight, gradient = torch.zeros(5000, device="cuda"), _random(5000, offset=0)
+    state = [torch.zeros(5000, device="cuda") for _ in range(2)]
+    tensors = AdamWTensors([weight], [gradient], [state[0]], [state[1]], [torch.zeros((), device="cuda")])
+    adamw_update(tensors, AdamWSettings(1.0, (0.9, 0.9999), 0.0, 0.0), None)
+    torch.testing.assert_close(weight, -gradient.sign(), rtol=1e-6, atol=0)
+
+
+def test_a_closed_gate_keeps_nan_out() -> None:
+    gate, nan = torch.zeros((), device="cuda"), torch.full((5000,), math.nan, device="cuda")
+    tensors = _tensors(torch.float32)
+    kept = _copy(tensors)
+    for gradient in tensors.gradients:
+        gradient.fill_(math.nan)
+    adamw_update(tensors, AdamWSettings(1e-3, (0.9, 0.99), 1e-8, 0.1), gate)
+    assert all(torch.equal(a, b) for a, b in zip(tensors.weights, kept.weights, strict=True))
+    weight = torch.ones(5000, device="cuda")
+    assert apply_change(weight, nan, -1.0, 0.1, gate).sum() == 0
+    buffer = torch.ones(5000, device="cuda")
+    assert torch.isfinite(momentum_update(buffer, nan, 0.9, True, gate)).all()
+    assert torch.equal(weight, torch.ones_like(weight)) and torch.equal(buffer, torch.ones_like(buffer))
+
+
+def test_a_rate_on_the_device_takes_the_plain_passes() -> None:
+    torch.manual_seed(3)
+    ours = _tensors(torch.float32)
+    theirs = _copy(ours)
+    adamw_update(ours, AdamWSettings(torch.tensor(3e-3, device="cuda"), (0.9, 0.99), 1e-8, 0.1), None)
+    adamw_update(theirs, AdamWSettings(3e-3, (0.9, 0.99), 1e-8, 0.1), None)
+    for one, other in zip(ours.weights, theirs.weights, strict=True):
+        _close(one, other, torch.float32)
