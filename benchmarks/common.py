@@ -118,8 +118,8 @@ def write_result(name: str, rows: Sequence[Mapping[str, Any]], *, device: str | 
     """
     device = device or (torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
     packages = [
-        "torch", "triton", "quack-kernels", "nvidia-cutlass-dsl", "gram-newton-schulz", "transformers", "ray", "fastapi",
-        "uvicorn", "sqlalchemy",
+        "torch", "triton", "quack-kernels", "nvidia-cutlass-dsl", "gram-newton-schulz", "transformers", "ray",
+        "fastapi", "uvicorn", "sqlalchemy",
     ]  # fmt: skip
     document = {
         "benchmark": name,
