@@ -5,8 +5,8 @@ from __future__ import annotations
 import pickle
 
 from worker.contract.errors import ErrorValue, FieldError, PlanRefused, SpecInvalid
-from worker.contract.messages import Entry, Milestone, RankReport
-from worker.contract.states import IllegalTransition, JobState
+from worker.contract.messages import AttemptEnd, Entry, Milestone, RankError, RankReport
+from worker.contract.states import IllegalTransition, JobState, Reason
 
 
 class KeywordOnly(Exception):
@@ -41,6 +41,21 @@ def test_foreign_error_becomes_a_value() -> None:
 
 def test_error_without_text() -> None:
     assert "Unprintable" in ErrorValue.from_exception(Unprintable()).message
+
+
+def test_text_that_is_no_unicode_can_be_told() -> None:
+    """A name of a file that is not UTF-8 in an exception's message: its rank has to tell it, and end as it should."""
+    error = ValueError("no corpus in \udcff\N{SNOWMAN}")
+    error.path = "\udcff"  # type: ignore[attr-defined]
+    value = ErrorValue.from_exception(error, rank=0)
+    milestone = Milestone(name="checkpoint_failed", at=1.0, message="\udcff", data={"path": "\udcff"})
+    for body in (
+        RankError(at=1.0, error=value),
+        milestone,
+        AttemptEnd(at=1.0, reason=Reason.INTERNAL, message="\udcff"),
+    ):
+        assert Entry.model_validate_json(Entry(seq=1, body=body).model_dump_json()).body == body
+    assert value.message == "no corpus in \\udcff\N{SNOWMAN}"
 
 
 def test_messages_keep_nan() -> None:

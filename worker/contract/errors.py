@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
-__all__ = ["ContractError", "ErrorValue", "FieldError", "PlanRefused", "SpecInvalid"]
+__all__ = ["ContractError", "ErrorValue", "FieldError", "PlanRefused", "SpecInvalid", "Words"]
 
 MAX_TRACEBACK_CHARS = 16_000
+
+
+def _writable(text: str) -> str:
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+Words = Annotated[str, AfterValidator(_writable)]
+"""Text of anybody's making that JSON must hold: halves of surrogate pairs (names of files have them) are escaped."""
 
 
 class FieldError(BaseModel):
@@ -40,13 +49,13 @@ class ErrorValue(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    type: str
+    type: Words
     """Qualified class name, such as ``builtins.ValueError``."""
-    message: str
+    message: Words
     rank: int | None = None
     """Global rank on which it was raised; None outside a worker."""
-    traceback: str = ""
-    fields: dict[str, str] = {}
+    traceback: Words = ""
+    fields: dict[Words, Words] = {}
     """Attributes of the exception instance, as text."""
 
     @classmethod

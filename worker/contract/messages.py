@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from worker.contract.errors import ErrorValue
+from worker.contract.errors import ErrorValue, Words
 from worker.contract.kernels import Algorithm, Kernel, KernelPolicy
 from worker.contract.plan import Phase
 from worker.contract.spec import Route
@@ -144,9 +144,9 @@ class Milestone(Message):
         "reports_off",
     ]
     at: float
-    message: str
+    message: Words
     rank: int | None = None
-    data: dict[str, str | int | float | bool | None] = {}
+    data: dict[str, Words | int | float | bool | None] = {}
 
 
 class RankError(Message):
@@ -163,7 +163,7 @@ class AttemptEnd(Message):
     kind: Literal["end"] = "end"
     at: float
     reason: Reason
-    message: str
+    message: Words
 
 
 class Entry(Message):
@@ -192,7 +192,7 @@ class StopRequest(Message):
     """End an attempt, gracefully for ``patience_s`` seconds, then by force."""
 
     reason: Reason
-    message: str
+    message: Words
     patience_s: float = 10.0
 
 
