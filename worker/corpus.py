@@ -152,7 +152,7 @@ def _cached_tokens(files: Sequence[Path], tokenizer: Tokenizer, cache_directory:
     key = hashlib.sha256(tokenizer.identity.encode())
     for path in files:
         stat = path.stat()
-        key.update(f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+        key.update(os.fsencode(path.resolve()) + f"\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
     cached = cache_directory / f"tokens-{key.hexdigest()[:32]}.npy"
     if not _own_directory(cache_directory):
         return _encode(files, tokenizer)
@@ -173,8 +173,18 @@ def _own_directory(directory: Path) -> bool:
         return False
 
 
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:  # it is there and may be read, and yet: a broken disk, a special file, one gone meanwhile
+        message = f"{str(path)!r} cannot be read: {error.strerror}"
+        cure = "Name files of text."
+        refused = FieldError(pointer="/data", code="unreadable_path", message=message, suggestion=cure)
+        raise PlanRefused([refused]) from error
+
+
 def _encode(files: Sequence[Path], tokenizer: Tokenizer) -> Tokens:
-    parts = [tokenizer.encode_document(path.read_bytes()) for path in files]
+    parts = [tokenizer.encode_document(_read(path)) for path in files]
     if not parts:
         return np.zeros(0, dtype=np.uint8)
     return cast("Tokens", np.concatenate(parts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,14 @@ def test_documents_follow_each_other_with_an_end_mark(tmp_path: Path) -> None:
         assert bytes(np.asarray(corpus.tokens)) == b"abc\0de\0"
         assert (corpus.num_files, corpus.num_samples, corpus.vocab_size) == (2, 3, 256)
     assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_names_that_are_no_unicode_and_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_bytes(b"abc")
+    corpus = load_corpus(DataSpec(directory=str(tmp_path), sequence_length=2), tmp_path / "cache")
+    assert bytes(np.asarray(corpus.tokens)) == b"abc\0"
+    found = refusal(DataSpec(files=("/proc/self/mem",), sequence_length=2), tmp_path / "cache")
+    assert (found.pointer, found.code) == ("/data", "unreadable_path") and "/proc/self/mem" in found.message
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
