@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import cast
@@ -138,9 +138,9 @@ def _service(settings: Settings, launcher: Launcher, planner: Planner, clock: Cl
     )
 
 
-def _answer(request: Request, error: ServiceError) -> Response:
+def _answer(request: Request, error: ServiceError, headers: Mapping[str, str] | None = None) -> Response:
     problem = Problem.of(error, instance=request.url.path)
-    headers = {"WWW-Authenticate": "Bearer"} if error.code == "unauthorized" else None
+    headers = {"WWW-Authenticate": "Bearer"} if error.code == "unauthorized" else dict(headers or {})
     return Response(problem.model_dump_json(), status_code=problem.status, media_type=PROBLEM_TYPE, headers=headers)
 
 
@@ -158,7 +158,9 @@ async def _on_request_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return _answer(request, error_of_status(error.status_code, str(error.detail)))
+    if isinstance(error.__cause__, ServiceError):  # the framework wraps what was raised while it read a body
+        return _answer(request, error.__cause__)
+    return _answer(request, error_of_status(error.status_code, str(error.detail)), error.headers)
 
 
 async def _on_store_error(request: Request, error: Exception) -> Response:

@@ -10,12 +10,13 @@ from fastapi import Depends, Header, Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 from sqlalchemy.orm import Session
+from starlette.requests import ClientDisconnect
 
 from orchestrator.api.auth import Authenticator, Principal
 from orchestrator.api.hub import Hub, Pages, StreamPage
 from orchestrator.api.refusal_budget import RefusalBudget
 from orchestrator.clock import Clock
-from orchestrator.errors import PreconditionFailed, ServiceError
+from orchestrator.errors import BadRequest, PreconditionFailed, ServiceError
 from orchestrator.logs import LogStore
 from orchestrator.planner import Planner
 from orchestrator.reconcile.loop import Reconciler
@@ -64,7 +65,10 @@ async def _service(request: Request) -> Service:
 
 
 async def _body(request: Request) -> bytes:
-    return await request.body()
+    try:
+        return await request.body()
+    except ClientDisconnect:  # nobody hears it; but it is nothing that failed here
+        raise BadRequest("the client left before the body had come whole") from None
 
 
 ServiceOf = Annotated[Service, Depends(_service)]

@@ -89,12 +89,18 @@ def test_requests_that_are_wrong_are_problems_too(world: World) -> None:
     problem(world.client.get("/v1/jobs?label=x"), 422, "invalid_input")
     problem(world.client.get("/v1/jobs/none"), 404, "not_found")
     problem(world.client.get("/nothing"), 404, "not_found")
-    problem(world.client.delete("/v1/jobs"), 405, "method_not_allowed")
+    wrong_method = world.client.delete("/v1/jobs")
+    problem(wrong_method, 405, "method_not_allowed")
+    assert wrong_method.headers["allow"], "what may be done is said (RFC 9110, 15.5.6)"
     problem(world.client.post("/v1/jobs", content="x", headers={"Content-Type": "image/png"}), 415, "unsupported_type")
     problem(world.client.get("/v1/jobs?page_token=zzz"), 400, "invalid_page_token")
     problem(world.client.post("/v1/jobs", content=b"x" * (2 << 20)), 413, "too_large")
     pieces = (b"x" * 1000 for _ in range(2000))
     problem(world.client.post("/v1/jobs", content=pieces), 413, "too_large")
+    pieces = (b"x" * 1000 for _ in range(2000))
+    problem(
+        world.client.put("/v1/quotas/x", content=pieces, headers={"Content-Type": "application/json"}), 413, "too_large"
+    )
 
 
 def test_numbers_that_the_store_cannot_hold(world: World) -> None:
