@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import resource
 import signal
 import socket
 import statistics
@@ -15,9 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from orchestrator.client import Client, StreamEnd
+from orchestrator.server import allow_open_files
 from tests.orchestrator.fakes import make_spec
 
 pytestmark = pytest.mark.service
@@ -94,6 +98,19 @@ def test_case_6_sigterm_with_a_hundred_open_streams(start: Start) -> None:
     assert "Traceback" not in output
 
 
+def test_as_many_files_may_be_open_as_are_wanted(caplog: pytest.LogCaptureFixture) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before[1] // 2, before[1]))
+        allow_open_files(before[1] - 1)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1] - 1, before[1]) and not caplog.text
+        allow_open_files(before[1] + 1)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+        assert f"only {before[1]} files may be open, {before[1] + 1} are wanted" in caplog.text
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
 def test_case_52_a_slow_cluster_does_not_hold_up_the_server(start: Start) -> None:
     server = start(5.0)
     with server.client() as client:
@@ -129,19 +146,46 @@ def test_case_53_clients_that_vanish_and_clients_that_dawdle(start: Start, monke
             time.sleep(0.05)
         assert _open_streams(server) == 0
         assert client.jobs().jobs
-        _slow_clients(int(server.url.rsplit(":", 1)[1]), server.token)
+        port = int(server.url.rsplit(":", 1)[1])
+        with _reading_nothing(port, b"/openapi.json") as one:
+            _slow_clients(port, server.token)
+            deadline = time.monotonic() + 10
+            while _is_open(server, one):
+                assert time.monotonic() < deadline, "who takes nothing of an answer holds its memory for ever"
+                time.sleep(0.1)
+    server.process.terminate()
+    output, _ = server.process.communicate(timeout=10)
+    assert "Traceback" not in output, "that a client leaves in the middle of its request is no failure of the service"
 
 
 def _slow_clients(port: int, token: str) -> None:
     """One that never ends the head of its request is hung up on; one that never ends its body is told so."""
-    text = f"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nContent-Length: 99\r\n\r\nx"
-    head = text.encode()
-    answers = []
-    for sent in (b"", b"GET /healthz HTTP/1.1\r\nHost:", head):
-        with socket.create_connection(("127.0.0.1", port), timeout=20) as slow:
-            slow.sendall(sent)
-            answers.append(slow.recv(1000)[:12])
-    assert answers == [b"", b"", b"HTTP/1.1 408"]
+    rest = f"HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nContent-Type: application/json\r\n"
+    bodies = [f"{what} {rest}Content-Length: 99\r\n\r\n{{".encode() for what in ("POST /v1/jobs", "PUT /v1/quotas/x")]
+    with socket.create_connection(("127.0.0.1", port)) as leaving:
+        leaving.sendall(bodies[0])
+    with contextlib.ExitStack() as stack:
+        slow = []
+        for sent in (b"", b"GET /healthz HTTP/1.1\r\nHost:", *bodies):
+            slow.append(stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20)))
+            slow[-1].sendall(sent)
+        answers = [one.recv(1000)[:12] for one in slow]
+    assert answers == [b"", b"", b"HTTP/1.1 408", b"HTTP/1.1 408"]
+
+
+def _reading_nothing(port: int, path: bytes) -> socket.socket:
+    """Ask for more than the system's buffers hold, and take none of it."""
+    one = socket.socket()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    one.connect(("127.0.0.1", port))
+    one.sendall((b"GET " + path + b" HTTP/1.1\r\nHost: x\r\n\r\n") * 500)
+    return one
+
+
+def _is_open(server: Server, client: socket.socket) -> bool:
+    """True while the server holds the other end of a connection."""
+    held = psutil.Process(server.process.pid).net_connections("tcp")
+    return client.getsockname() in [entry.raddr for entry in held if entry.raddr]
 
 
 def _open_sockets(server: Server, job_id: str, number: int) -> list[socket.socket]:
