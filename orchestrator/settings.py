@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import math
 import os
 import secrets
 from collections.abc import Mapping
@@ -51,7 +52,7 @@ class Settings:
     history_s: float = 90 * 86_400.0
     """How long reports, small events and logs of a job that has ended are kept; audit entries four times as long."""
     request_timeout_s: float = 20.0
-    """How long a client may take to send a request."""
+    """How long a client may take to send a request, and to take anything of an answer."""
     log_quota_bytes: int = 32 << 20
     """Of each stream of each rank in each attempt."""
     lease_s: float = 5.0
@@ -115,6 +116,18 @@ def _flag(text: str) -> bool:
     return text.lower() in ("1", "true", "on")
 
 
+def _count(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise ValueError(text)
+    return value
+
+
+def _seconds(text: str) -> float:
+    if not 0 < (value := float(text)) < math.inf:
+        raise ValueError(text)
+    return value
+
+
 _VARIABLES: Mapping[str, tuple[str, Any]] = {
     "state_dir": ("DMUON_STATE_DIR", Path),
     "host": ("DMUON_HOST", str),
@@ -124,14 +137,23 @@ _VARIABLES: Mapping[str, tuple[str, Any]] = {
     "tokens": ("DMUON_TOKEN_FILE", Path),
     "ray_address": ("DMUON_RAY_ADDRESS", str),
     "planner": ("DMUON_PLANNER", str),
-    "metrics_grace_s": ("DMUON_METRICS_GRACE_S", float),
-    "metrics_series_budget": ("DMUON_METRICS_SERIES_BUDGET", int),
-    "max_request_bytes": ("DMUON_MAX_REQUEST_BYTES", int),
-    "max_streams": ("DMUON_MAX_STREAMS", int),
+    "metrics_grace_s": ("DMUON_METRICS_GRACE_S", _seconds),
+    "metrics_series_budget": ("DMUON_METRICS_SERIES_BUDGET", _count),
+    "max_request_bytes": ("DMUON_MAX_REQUEST_BYTES", _count),
+    "max_streams": ("DMUON_MAX_STREAMS", _count),
     "path_roots": ("DMUON_PATH_ROOTS", _folders),
-    "history_s": ("DMUON_HISTORY_S", float),
-    "request_timeout_s": ("DMUON_REQUEST_TIMEOUT_S", float),
-    "log_quota_bytes": ("DMUON_LOG_QUOTA_BYTES", int),
+    "history_s": ("DMUON_HISTORY_S", _seconds),
+    "request_timeout_s": ("DMUON_REQUEST_TIMEOUT_S", _seconds),
+    "log_quota_bytes": ("DMUON_LOG_QUOTA_BYTES", _count),
+}
+
+
+_EXPECTED: Mapping[Any, str] = {
+    int: "a whole number",
+    _count: "a whole number above 0",
+    _seconds: "a finite number of seconds above 0",
+    _flag: "one of 0, 1, false, true, off, on",
+    _folders: f"absolute folders with {os.pathsep!r} between",
 }
 
 
@@ -139,7 +161,8 @@ def _parsed(variable: str, text: str, parse: Any) -> Any:
     try:
         return parse(text)
     except ValueError:
-        raise SettingsInvalid(f"{variable} is {text!r}, which cannot be read as {parse.__name__.strip('_')}") from None
+        expected = _EXPECTED.get(parse, parse.__name__)
+        raise SettingsInvalid(f"{variable} is {text!r}; expected {expected}. Correct it or leave it out") from None
 
 
 def is_loopback(host: str) -> bool:
@@ -169,7 +192,7 @@ def ensure_secret(path: Path) -> str:
     """Return the first word of the file at ``path``, which is made with a fresh secret and mode 0600 if absent.
 
     Raises:
-        SettingsInvalid: the file is empty, or others than its owner may use it.
+        SettingsInvalid: the file is empty or cannot be read, or others than its owner may use it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
@@ -180,7 +203,10 @@ def ensure_secret(path: Path) -> str:
         with contextlib.suppress(FileExistsError):
             os.link(draft, path)
         draft.unlink()
-    words = path.read_text().split()
+    try:
+        words = path.read_text().split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsInvalid(f"the token file {path} cannot be read ({error}); expected tokens, one a line") from None
     if not words:
         raise SettingsInvalid(f"the token file {path} is empty; delete it, and a new token is made")
     _check_mode(path)

@@ -14,7 +14,7 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import URL, Connection, Engine, create_engine, event, text
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import ArgumentError, OperationalError
 from sqlalchemy.orm import Session, sessionmaker
 
 from orchestrator.errors import StoreUnavailable, StoreUnusable
@@ -46,7 +46,12 @@ class Database:
     """
 
     def __init__(self, url: str) -> None:
-        parsed = make_url(url)
+        try:
+            parsed = make_url(url)
+        except ArgumentError:  # its text may hold a password: it is not repeated
+            raise StoreUnusable(
+                "the database's URL cannot be read; expected sqlite:////PATH or postgresql://USER@HOST/NAME"
+            ) from None
         self._sqlite = parsed.get_backend_name() == "sqlite"
         self._writing = threading.Lock()
         # Readers and writers are bounded by the server's threads, so the pool only has to be larger than those.

@@ -30,9 +30,33 @@ def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DMUON_PORT", "1234")
     assert Settings.from_environment().port == 1234
     assert Settings.from_environment(port=5, host=None).port == 5
-    monkeypatch.setenv("DMUON_PORT", "many")
-    with pytest.raises(SettingsInvalid, match="DMUON_PORT"):
+
+
+@pytest.mark.parametrize(
+    ("variable", "found", "expected"),
+    [
+        ("DMUON_PORT", "many", "a whole number"),
+        ("DMUON_MAX_REQUEST_BYTES", "-1", "a whole number above 0"),
+        ("DMUON_MAX_STREAMS", "0", "a whole number above 0"),
+        ("DMUON_REQUEST_TIMEOUT_S", "nan", "a finite number of seconds above 0"),
+        ("DMUON_HISTORY_S", "-3", "a finite number of seconds above 0"),
+        ("DMUON_AUTH", "maybe", "one of 0, 1"),
+        ("DMUON_PATH_ROOTS", "here", "absolute folders"),
+    ],
+)
+def test_a_setting_that_makes_no_sense(
+    monkeypatch: pytest.MonkeyPatch, variable: str, found: str, expected: str
+) -> None:
+    monkeypatch.setenv(variable, found)
+    with pytest.raises(SettingsInvalid, match=f"{variable} is '{found}'; expected {expected}"):
         Settings.from_environment()
+
+
+def test_a_token_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "token").write_bytes(b"\xff\xfe\n")
+    for path in (tmp_path / "token", tmp_path):
+        with pytest.raises(SettingsInvalid, match=f"the token file {path} cannot be read"):
+            ensure_secret(path)
 
 
 def test_a_secret_is_made_once(tmp_path: Path) -> None:

@@ -244,3 +244,9 @@ def test_a_key_whose_server_died_is_freed(database: Database) -> None:
         begin(session, request, now=1.0)
     with database.write() as session:
         assert begin(session, request, now=1000.0) is None
+
+
+def test_a_url_that_cannot_be_read_is_refused_without_being_repeated() -> None:
+    with pytest.raises(StoreUnusable, match="URL cannot be read; expected sqlite") as refused:
+        Database("my secret")
+    assert "secret" not in str(refused.value)
