@@ -8,7 +8,8 @@ COPY dmuon_runtime dmuon_runtime
 COPY dashboards dashboards
 RUN pip install --no-cache-dir -c constraints.txt . \
  && python -c "import importlib.util as u; assert u.find_spec('torch') is None, 'torch has no place in this image'" \
- && useradd --create-home --uid 10001 dmuon && install -d -o dmuon -g dmuon /var/lib/dmuon
+ && useradd --create-home --uid 10001 dmuon \
+ && install -d -o dmuon -g dmuon /var/lib/dmuon /var/lib/dmuon/logs /var/lib/dmuon/reports /var/lib/dmuon/checkpoints
 USER dmuon
 ENV DMUON_STATE_DIR=/var/lib/dmuon
 VOLUME /var/lib/dmuon

@@ -10,7 +10,8 @@ COPY worker worker
 COPY dmuon_runtime dmuon_runtime
 COPY dashboards dashboards
 RUN pip install --no-cache-dir -c constraints.txt ${TORCH_INDEX:+--extra-index-url $TORCH_INDEX} ".[${EXTRAS}]" \
- && useradd --create-home --uid 10001 dmuon
+ && useradd --create-home --uid 10001 dmuon \
+ && install -d -o dmuon -g dmuon /var/lib/dmuon /var/lib/dmuon/logs /var/lib/dmuon/reports /var/lib/dmuon/checkpoints
 USER dmuon
 ENV RAY_DISABLE_IMPORT_WARNING=1
 ENTRYPOINT ["ray"]

@@ -78,6 +78,22 @@ def test_images_copy_what_exists_and_drop_root(name: str) -> None:
     assert re.search(r"^USER (?!root)", text, re.MULTILINE)
 
 
+def test_what_attempts_write_is_seen_by_the_control_plane() -> None:
+    services = compose()["services"]
+    images = {name: (DEPLOY / f"{name}.Dockerfile").read_text() for name in ("control-plane", "worker")}
+    state = re.findall(r"^ENV DMUON_STATE_DIR=(\S+)$", images["control-plane"], re.MULTILINE)[0]
+    shared = {f"{name}:{state}/{name}" for name in ("logs", "reports", "checkpoints")}
+    assert set(services["control-plane"]["volumes"]) == shared | {f"state:{state}"}
+    for name in ("ray-head", "ray-worker"):  # supervisors live beside the head
+        assert set(services[name]["volumes"]) == shared, "and not the database"
+    users = set()
+    for text in images.values():  # a fresh volume takes its owner from the folder in the image
+        made = re.findall(r"install -d -o dmuon -g dmuon (.+)$", text, re.MULTILINE)[0].split()
+        assert {place.split(":")[1] for place in shared} <= set(made)
+        users |= set(re.findall(r"useradd .*--uid (\d+) dmuon", text))
+    assert len(users) == 1, "files of mode 0600 are read by the other side"
+
+
 def test_compose_client_accepts_it() -> None:
     client = ["docker", "compose"]
     if shutil.which("docker") is None or subprocess.run([*client, "version"], capture_output=True).returncode:
