@@ -73,6 +73,10 @@ class RayLauncher:
         """See :class:`~orchestrator.launcher_api.Launcher`."""
         self._call(ref, "leave")
 
+    def kill(self, ref: AttemptRef) -> None:
+        """See :class:`~orchestrator.launcher_api.Launcher`. Ray ends its process even if that is stopped."""
+        self._bounded(lambda: self._kill(supervisor_name(ref.job_id, ref.attempt)))
+
     def remains(self, ref: AttemptRef) -> tuple[str, ...]:
         """See :class:`~orchestrator.launcher_api.Launcher`."""
         return self._bounded(lambda: self._remains(ref.job_id))
@@ -165,6 +169,13 @@ class RayLauncher:
             raise SupervisorGone(f"{name} is dead: {error}") from None
         except ray.exceptions.GetTimeoutError:
             raise LauncherUnavailable(f"{name} did not answer {method} within {_CALL_S:g} s") from None
+
+    def _kill(self, name: str) -> None:
+        ray = self._connect()
+        try:
+            ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+        except ValueError:
+            raise SupervisorGone(f"Ray has no actor {name}") from None
 
     def _remains(self, job_id: str) -> tuple[str, ...]:
         util = self._connect().util

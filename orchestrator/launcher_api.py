@@ -88,6 +88,10 @@ class Launcher(Protocol):
         """Let the supervisor go, after its end was stored."""
         ...
 
+    def kill(self, ref: AttemptRef) -> None:
+        """End a supervisor that does not answer, and its workers with it. Asking again is harmless."""
+        ...
+
     def remains(self, ref: AttemptRef) -> tuple[str, ...]:
         """Return the names of actors and placement groups of an attempt that still exist."""
         ...

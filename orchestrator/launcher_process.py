@@ -29,7 +29,7 @@ _ERRORS: dict[str, type[ServiceError]] = {
     kind.code: kind for kind in (LauncherUnavailable, StartFailed, SupervisorGone)
 }
 _CAPACITY, _NAMES = TypeAdapter(Capacity), TypeAdapter(tuple[str, ...])
-Method = Literal["capacity", "start_attempt", "run_entry", "poll", "set_kernels", "stop", "leave", "remains"]
+Method = Literal["capacity", "start_attempt", "run_entry", "poll", "set_kernels", "stop", "leave", "kill", "remains"]
 
 
 class EntryLauncher(Launcher, Protocol):
@@ -99,6 +99,10 @@ class ProcessLauncher:
         """See :class:`~orchestrator.launcher_api.Launcher`."""
         self._ask(_Call(method="leave", ref=ref))
 
+    def kill(self, ref: AttemptRef) -> None:
+        """See :class:`~orchestrator.launcher_api.Launcher`."""
+        self._ask(_Call(method="kill", ref=ref))
+
     def remains(self, ref: AttemptRef) -> tuple[str, ...]:
         """See :class:`~orchestrator.launcher_api.Launcher`."""
         return _NAMES.validate_json(self._ask(_Call(method="remains", ref=ref)))
@@ -162,6 +166,7 @@ def _dispatch(launcher: EntryLauncher, call: _Call) -> str:
         "set_kernels": lambda: launcher.set_kernels(ref, KernelPolicy.model_validate_json(call.body)),
         "stop": lambda: launcher.stop(ref, StopRequest.model_validate_json(call.body)),
         "leave": lambda: launcher.leave(ref),
+        "kill": lambda: launcher.kill(ref),
         "remains": lambda: _NAMES.dump_json(launcher.remains(ref)).decode(),
     }
     return answers[call.method]() or ""

@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 from orchestrator.errors import LauncherUnavailable, StaleWrite, StartFailed, SupervisorGone
 from orchestrator.launcher_api import AttemptRef
 from orchestrator.reconcile.context import Context
-from orchestrator.reconcile.decide import AttemptAction, AttemptView, End, decide_attempt
+from orchestrator.reconcile.decide import AttemptAction, AttemptView, End, decide_attempt, decide_force
 from orchestrator.reconcile.succession import move_on
 from orchestrator.reconcile.verify import decide_routes_verified
 from orchestrator.store.attempts import (
@@ -75,6 +75,7 @@ def drive_attempt(context: Context, job_id: str) -> None:
                 return
         except LauncherUnavailable as error:
             _note_reachable(context, seen, "Unknown", "launcher_unavailable", str(error))
+            _end_by_force(context, seen)
             return
         except StaleWrite:
             continue  # somebody cancelled: look again
@@ -272,6 +273,22 @@ def _send_policy(context: Context, seen: _Seen) -> None:
         message += "" if seen.policy.swap is None else f"; swap to {seen.policy.swap.target}"
         data: dict[str, Value] = {"epoch": seen.policy.epoch, "tripped": tripped}
         add_event(session, job, "kernels_sent", message, now=context.clock(), data=data)
+    context.changed()
+
+
+def _end_by_force(context: Context, seen: _Seen) -> None:
+    """End a cancelled attempt whose supervisor does not answer: what it told is read from disk afterwards."""
+    stopping_s = context.clock() - seen.job.state_since
+    if not decide_force(JobState(seen.job.state), seen.job.reason, stopping_s, seen.spec.failure.stop_patience_s):
+        return
+    try:
+        context.launcher.kill(seen.ref)
+    except (LauncherUnavailable, SupervisorGone):
+        return  # the next pass sees which of the two it is, and acts on it
+    message = f"attempt {seen.attempt.number} was ended by force: it was cancelled and its supervisor does not answer"
+    with context.database.write() as session:
+        job = locked_job(session, seen.job.id)
+        add_event(session, job, "ended_by_force", message, now=context.clock(), data={"attempt": seen.attempt.number})
     context.changed()
 
 

@@ -10,11 +10,14 @@ from worker.contract.spec import JobSpec
 from worker.contract.states import JobState, Reason
 
 __all__ = [
-    "STOP_AGAIN_S", "AttemptAction", "AttemptView", "End", "decide_attempt", "decide_end", "demand_of",
+    "FORCE_AFTER_S", "STOP_AGAIN_S", "AttemptAction", "AttemptView", "End", "decide_attempt", "decide_end",
+    "decide_force", "demand_of",
 ]  # fmt: skip
 
 STOP_AGAIN_S = 5.0
 """Pause between two requests to stop."""
+FORCE_AFTER_S = 15.0
+"""A supervisor ends its workers by itself when the patience is over; one that is silent so long after it does not."""
 
 
 def demand_of(spec: JobSpec) -> Resources:
@@ -87,6 +90,16 @@ def decide_attempt(view: AttemptView) -> tuple[AttemptAction, End | None]:
 def _lost() -> End:
     message = "the supervisor of the attempt is dead, and with it its workers"
     return End(reason=Reason.WORKER_LOST, message=message)
+
+
+def decide_force(state: JobState, reason: str | None, stopping_s: float, patience_s: float) -> bool:
+    """Tell whether to end, unheard, an attempt that cannot be asked: only one that somebody has cancelled, and late.
+
+    Args:
+        reason: the intended end of a job that is STOPPING, which it has been for ``stopping_s`` seconds.
+    """
+    cancelled = state is JobState.STOPPING and reason == Reason.CANCELLED
+    return cancelled and stopping_s > patience_s + FORCE_AFTER_S
 
 
 def decide_end(intended: End | None, found: End) -> End:

@@ -277,6 +277,10 @@ class FakeLauncher:
     def leave(self, ref: AttemptRef) -> None:
         self._find(ref).left = True
 
+    def kill(self, ref: AttemptRef) -> None:
+        self._enter()
+        self.attempts[ref.job_id, ref.attempt].dead = True
+
     def remains(self, ref: AttemptRef) -> tuple[str, ...]:
         self._enter()
         return self.leftovers

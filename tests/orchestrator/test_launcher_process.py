@@ -75,6 +75,10 @@ def test_every_call_crosses(launcher: ProcessLauncher) -> None:
     launcher.stop(ref, StopRequest(reason=Reason.CANCELLED, message="why"))
     launcher.leave(ref)
     assert launcher.remains(ref) == ()
+    launcher.start_attempt(start("k"))
+    launcher.kill(AttemptRef("k", 1, "f"))
+    with pytest.raises(SupervisorGone):
+        launcher.poll(AttemptRef("k", 1, "f"), 0, 10)
     assert launcher.run_entry("x") == "X"
 
 

@@ -8,11 +8,13 @@ import pytest
 
 from orchestrator.errors import LauncherUnavailable, PlannerFailed, StartFailed, SupervisorGone
 from orchestrator.launcher_api import Resources
+from orchestrator.reconcile.decide import FORCE_AFTER_S
 from orchestrator.reconcile.loop import Reconciler
 from tests.orchestrator.conftest import World
 from tests.orchestrator.fakes import FORWARD, MATRICES, REDUCE, make_report
 from worker.contract.errors import FieldError
 from worker.contract.kernels import Kernel
+from worker.contract.spec import JobSpec
 from worker.contract.states import Reason
 
 
@@ -203,6 +205,34 @@ def test_a_dead_supervisor_fails_the_job_only_after_what_it_left_is_gone(world: 
     job = world.job(job_id)
     assert (job["state"], job["reason"]) == ("RESTARTING", None)
     assert job["attempts"][0]["end_reason"] == "worker_lost"
+
+
+def test_a_supervisor_that_does_not_answer_is_ended_by_force_only_for_who_cancelled(world: World) -> None:
+    job_id, kept = world.running(), world.running()
+    attempt = world.attempt(job_id)
+    attempt.silent = world.attempt(kept).silent = True
+    world.turn()
+    world.clock.advance(10_000)
+    world.turn(3)
+    assert world.state(job_id) == "RUNNING" and not attempt.dead, "nobody knows whether it is well"
+    world.client.post(f"/v1/jobs/{kept}:pause")
+    assert world.client.post(f"/v1/jobs/{job_id}:cancel").json()["state"] == "STOPPING"
+    world.clock.advance(attempt_patience_s(world, job_id) + FORCE_AFTER_S - 1)
+    world.turn()
+    assert not attempt.dead, "its patience is not over"
+    world.clock.advance(2)
+    world.launcher.unreachable = True
+    world.turn()
+    assert world.state(job_id) == "STOPPING" and not attempt.dead
+    world.launcher.unreachable = False
+    world.turn(2)
+    assert attempt.dead and (world.state(job_id), world.state(kept)) == ("CANCELLED", "STOPPING")
+    events: Any = world.client.get(f"/v1/jobs/{job_id}/events?limit=1000").json()["events"]
+    assert [event["kind"] for event in events].count("ended_by_force") == 1
+
+
+def attempt_patience_s(world: World, job_id: str) -> float:
+    return JobSpec.model_validate_json(world.attempt(job_id).start.spec_json).failure.stop_patience_s
 
 
 def test_an_unreachable_cluster_changes_no_state(world: World) -> None:

@@ -118,6 +118,22 @@ def _fatal(folder: Path, fault: Callable[[Scene], None]) -> str:
         return f"{fault.__name__} ended the job as {job.reason}: {job.message[:150]}"
 
 
+def _silent_supervisor(folder: Path) -> str:
+    """A job that is cancelled while its supervisor is stopped is ended by force, and what it did meanwhile is kept."""
+    with playing(folder, faulty_job(stop_patience_s=3)) as scene:
+        scene.wait(lambda job: job.progress.step >= 5)
+        (process,) = scene.actors("Supervisor")
+        process.suspend()
+        step = scene.job().progress.step
+        scene.client.cancel(scene.job_id)
+        job = _ended(scene)
+        assert (job.state, len(job.attempts)) == ("CANCELLED", 1), f"{job.state} {job.reason}: {job.message}"
+        assert "ended_by_force" in [event.kind for event in scene.events()]
+        assert job.progress.step > step and not [*scene.actors("Rank"), *scene.actors("Supervisor")]
+        scene.check_laws()
+        return f"a silent supervisor was ended by force; {job.progress.step - step} steps that it had not told are kept"
+
+
 def _ended(scene: Scene) -> r.JobResource:
     deadline = time.monotonic() + 60
     while not (job := scene.job()).terminal:
@@ -134,6 +150,7 @@ def _rounds(num_kills: int, num_rounds: int, chance: random.Random) -> dict[str,
         rounds["other faults"] = lambda folder: _everything_else(folder, num_rounds, chance)
         rounds["deaths of PostgreSQL"] = lambda folder: _postgres_killed(folder, num_rounds)
         rounds["a lost node"] = _node_lost
+        rounds["a silent supervisor"] = _silent_supervisor
         rounds["submit and cancel"] = lambda folder: _cycles(folder, chance)
         for fault in FATAL:
             rounds[fault.__name__] = partial(_fatal, fault=fault)
