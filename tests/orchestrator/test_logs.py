@@ -36,10 +36,10 @@ def test_however_it_is_read_the_lines_are_those_of_the_whole(seed: int) -> None:
 
 
 def test_characters_are_whole_and_bad_bytes_are_marked() -> None:
-    data = "é".encode() * MAX_LINE_BYTES + b"\xff\xc3\n"
+    data = "日".encode() * MAX_LINE_BYTES + b"\xff\xc3\n"  # three bytes, of which the limit is no multiple
     lines = list(split_lines(data, 0, final=False))
-    assert [line.partial for line in lines] == [True, True, False]
-    assert "".join(line.text for line in lines) == "é" * MAX_LINE_BYTES + "\ufffd\ufffd"
+    assert [line.partial for line in lines] == [True, True, True, False]
+    assert "".join(line.text for line in lines) == "日" * MAX_LINE_BYTES + "\ufffd\ufffd"
 
 
 def test_progress_bars_are_lines() -> None:

@@ -23,7 +23,7 @@ from orchestrator.store.models import Attempt, Base, Event, Job, RankReportRow
 from orchestrator.store.transitions import LEASE, Guard, add_event, change_state, locked_job
 from tests.orchestrator.fakes import make_report, make_spec
 from tests.orchestrator.postgres import Postgres
-from worker.contract.messages import Entry, PollBatch
+from worker.contract.messages import Entry, Milestone, PollBatch
 from worker.contract.states import TRANSITIONS, IllegalTransition, JobState, Reason
 
 
@@ -194,6 +194,22 @@ def test_appending_is_idempotent(database: Database) -> None:
         totals = totals_of(session, [attempt_id])[attempt_id]
         assert {rank: report.step for rank, report in totals.items()} == {0: 3, 1: 3}
         assert session.get_one(Attempt, attempt_id).dropped == 7
+
+
+def test_what_a_rank_told_twice_is_stored_once_whatever_the_outbox_numbers_it(database: Database) -> None:
+    job = submitted(database)
+    with database.write() as session:
+        attempt_id = new_attempt(session, locked_job(session, job.id), now=2.0, epoch=0).id
+    told = Milestone(name="checkpoint_saved", at=3.0, message="step 10", rank=1)
+    for seq, number in ((1, 4), (2, 4), (3, 3), (4, 5)):
+        with database.write() as session:
+            entry = Entry(seq=seq, rank=1, number=number, body=told)
+            batch = PollBatch(entries=(entry,), dropped=0, alive_ranks=2, ended=False)
+            append_batch(session, locked_job(session, job.id), attempt_by_id(session, attempt_id), batch)
+    with database.read() as session:
+        kinds = [event.kind for event in events_after(session, job.id, 0, 100)]
+        assert kinds.count("checkpoint_saved") == 2, kinds
+        assert session.get_one(Attempt, attempt_id).cursor == 4
 
 
 def test_a_loss_that_is_no_number_survives(database: Database) -> None:
