@@ -58,13 +58,13 @@ def up(settings: Settings, *, num_cpus: int | None) -> None:
 
 
 def _make_state_dir(settings: Settings) -> None:
-    """Make the folder, and see that it can be written to.
+    """Make the folder, for its owner alone, and see that it can be written to.
 
     Raises:
         SettingsInvalid: it cannot.
     """
     try:
-        settings.state_dir.mkdir(parents=True, exist_ok=True)
+        settings.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=settings.state_dir):
             pass
     except OSError as error:

@@ -33,6 +33,16 @@ def test_a_port_that_is_taken_starts_no_ray(tmp_path: Path) -> None:
     assert live_ray(settings) is None
 
 
+def test_a_new_state_directory_is_its_owners(tmp_path: Path) -> None:
+    """Its database holds what others may not read: specs, answers, the fences of attempts."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        settings = Settings(state_dir=tmp_path / "new" / "state", port=taken.getsockname()[1])
+        with pytest.raises(SettingsInvalid):
+            up(settings, num_cpus=1)
+    assert settings.state_dir.stat().st_mode & 0o777 == 0o700
+
+
 def test_an_empty_token_file(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("\n")
     with pytest.raises(SettingsInvalid, match="delete it"):
