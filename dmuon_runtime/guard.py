@@ -123,6 +123,8 @@ class KernelGuard:
     breakers: dict[BreakerKey, Breaker] = field(default_factory=dict)
     fallback_calls: int = 0
     """Calls whose result came from the fallback because the kernel failed in them."""
+    fallback_steps: int = 0
+    """Steps that all ranks did with the fallback because a kernel failed on one of them."""
     failed: bool = False
     """A call since :meth:`begin` failed, as far as the host knows."""
     findings: list[tuple[BreakerKey, Finding]] = field(default_factory=list)
@@ -322,6 +324,7 @@ def guarded_orthogonalize(
     with LEDGER.trial() as trial:
         results = newton_schulz.orthogonalize(matrices, steps)
     if transport.agree_max([int(guard.failed)])[0]:
+        guard.fallback_steps += 1
         return newton_schulz.fall_back(matrices, steps), None
     trial.keep()
     if transport.device.type == "cpu":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast, overload
 
@@ -83,6 +84,8 @@ class Muon(torch.optim.Optimizer):
         self.replicate_async = replicate_async
         self.newton_schulz = ns_backend if isinstance(ns_backend, NewtonSchulz) else _make_newton_schulz(ns_backend)
         self.last_step: StepOutcome | None = None
+        self.orthogonalized: Counter[str] = Counter()
+        """Matrices that came back from Newton-Schulz, by the parameter that they are of; it only grows."""
         self.clip_norm: Tensor | None = None
         """Norm found by the clip that belongs to the coming step."""
         self._kept_places: dict[tuple[int, ...], Tensor] = {}
@@ -148,6 +151,7 @@ class Muon(torch.optim.Optimizer):
             runtime.schedule.wait_published()
             PROGRESS.enter("newton_schulz")
             span = start_span(flags.device)
+            outcome.computed = True
             outcome.updates_by_route = self._apply([*pieces, *(g for g in self.guests if g.has_gradient)], gate)
             span.finish()
             PROGRESS.enter("publish")
@@ -219,6 +223,7 @@ class Muon(torch.optim.Optimizer):
             lr, decay = learning_rate(group), cast(float, group["weight_decay"])
             factors = [-lr * update_scale(self.scale, *block.shape[-2:]) for block in cut]
             parts = list(itertools.islice(results, len(cut)))
+            self.orthogonalized[piece.plan.name] += sum(math.prod(part.shape[:-2]) for part in parts)
             if len(cut) > 1:  # blocks of different shapes have factors of their own
                 parts, factors = [part * factor for part, factor in zip(parts, factors, strict=True)], [1.0]
             direction = join_blocks(parts, piece.master.shape, piece.plan.matrix_view)

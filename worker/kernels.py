@@ -37,7 +37,7 @@ from worker.contract.spec import KernelsSpec
 
 __all__ = [
     "KernelSwitch", "NsCalls", "SampledNewtonSchulz", "applied", "check_numerics", "decide_kernel",
-    "kernel_availability", "launched_kernel", "make_newton_schulz", "ns_calls", "with_target",
+    "kernel_availability", "launched", "launched_kernel", "make_newton_schulz", "ns_calls", "with_target",
 ]  # fmt: skip
 
 _log = logging.getLogger(__name__)
@@ -96,6 +96,13 @@ def applied(
     """Return the matrices by (kernel, algorithm) whose results were applied between two snapshots of the ledger."""
     more = {key: count.matrices - before.get(key, NsCount()).matrices for key, count in after.items()}
     return {key: number for key, number in more.items() if number}
+
+
+def launched(
+    before: Mapping[tuple[str, str], NsCount], after: Mapping[tuple[str, str], NsCount]
+) -> frozenset[tuple[str, str]]:
+    """Return the (kernel, algorithm) that launched something between two snapshots, comparisons left out."""
+    return frozenset(key for key, count in after.items() if count.launches > before.get(key, NsCount()).launches)
 
 
 def launched_kernel(before: Mapping[tuple[str, str], NsCount], after: Mapping[tuple[str, str], NsCount]) -> str | None:

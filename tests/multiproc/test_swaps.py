@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dmuon_runtime.kernels import registered_kernel
-from tests.faulty_kernel import Fault, Faulty
+from tests.faulty_kernel import Fault, Faulty, Impostor
 from tests.worker.gang import Run, Told, run_gang, train_once
 from tests.worker.specs import tiny_spec
 from worker.contract.messages import Milestone, RankReport
@@ -105,6 +105,7 @@ def test_two_hundred_swaps_under_load() -> None:
     ranks = run_gang(2, _many_swaps, num_stores=2, deadline_s=200)
     kernels = hold_never_mixed([swapped for swapped, _ in ranks])
     assert set(kernels) == {"blocked", "cublas", "quack", "cute_sm80"}
+    assert not any(step.offenders for swapped, _ in ranks for step in swapped.steps), "all launched what was chosen"
     told, losses = ranks[0]
     assert len(told.named("swap_committed")) == NUM_SWAPS and not told.named("swap_rolled_back")
     assert told.steps[-1].epoch >= NUM_SWAPS and sum(step.fallback_calls for step in told.steps) == 0
@@ -136,7 +137,7 @@ def stop(run: Run) -> None:
 
 
 def _refusals(rank: int, addresses: list[str]) -> dict[str, Told]:
-    """One refuses by its numbers, one is late, one fails in the step of the change; each in a run of its own."""
+    """One refuses by its numbers, one is late, one fails in the step of the change, one has another kernel work for it."""
     released, done = threading.Event(), ("swap_rolled_back", "swap_committed")
     healthy, late = Faulty("none", name="quack"), Faulty("none", name="quack", off_main=released.wait)
     found: dict[str, Told] = {}
@@ -165,12 +166,14 @@ def _refusals(rank: int, addresses: list[str]) -> dict[str, Told]:
         found["late"] = train_once(spec_of(5000), addresses[1], rank, release)
     with registered_kernel(Faulty("raise" if rank == 1 else "none", name="quack")):
         found["raises"] = train_once(spec_of(5000), addresses[2], rank, until(done, stop))
+    with registered_kernel(Impostor("none", name="quack") if rank == 1 else healthy):
+        found["impostor"] = train_once(spec_of(5000), addresses[3], rank, until(done, stop))
     return found
 
 
 @pytest.mark.timeout(120)
-def test_a_rank_that_refuses_or_is_late_or_fails_takes_all_ranks_back() -> None:
-    ranks = run_gang(2, _refusals, num_stores=3)
+def test_a_rank_that_refuses_is_late_fails_or_does_something_else_takes_all_ranks_back() -> None:
+    ranks = run_gang(2, _refusals, num_stores=4)
     kernels = {name: hold_never_mixed([told[name] for told in ranks]) for name in ranks[0]}
     last = {name: told.named("swap_rolled_back")[-1].message for name, told in ranks[0].items()}
     refusal = ranks[1]["wrong"].named("swap_refused")[0].message
@@ -191,6 +194,14 @@ def test_a_rank_that_refuses_or_is_late_or_fails_takes_all_ranks_back() -> None:
     assert ranks[1]["raises"].steps[-1].fallback_calls > 0 == ranks[0]["raises"].steps[-1].fallback_calls
     moved = [(note.data["kernel"], note.data["to"]) for note in ranks[0]["raises"].named("breaker_changed")]
     assert ("quack", "open") in moved
+
+    assert last["impostor"] == "rank 1 launched something else", "whatever it is called"
+    refusal = ranks[1]["impostor"].named("swap_refused")[0].message
+    assert "launched cublas direct and cublas gram, and quack direct and quack gram was asked for" in refusal
+    offenders = {name: {step.offenders for step in told.steps} for name, told in ranks[1].items()}
+    assert {len(found) for name, found in offenders.items() if name != "impostor"} == {1}, offenders
+    assert len(offenders["impostor"]) == 2, "what nobody chose is told from that step on"
+    assert all("launched cublas where quack was chosen" in said for (said,) in offenders["impostor"] - {()})
 
 
 FAULTS: dict[Fault, tuple[str, float]] = {
