@@ -255,9 +255,9 @@ class KernelGuard:
         self._late.append(Late(breaker, host, done, spans))
 
     def states(self, kernels: Iterable[str]) -> Mapping[BreakerKey, BreakerState]:
-        """Return the states of the breakers of some kernels."""
+        """Return the states of the breakers of some kernels; a thread may ask while a step makes another breaker."""
         wanted = set(kernels)
-        return {key: breaker.state for key, breaker in self.breakers.items() if key.kernel in wanted}
+        return {key: breaker.state for key, breaker in list(self.breakers.items()) if key.kernel in wanted}
 
 
 def _observation(non_finite: bool, numbers: Sequence[float], slow: bool | None) -> Observation:

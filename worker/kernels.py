@@ -106,13 +106,15 @@ def launched(
 
 
 def launched_kernel(before: Mapping[tuple[str, str], NsCount], after: Mapping[tuple[str, str], NsCount]) -> str | None:
-    """Return the kernel with most applied matrices between two snapshots of the ledger; None without any.
+    """Return the kernel with most applied matrices, of those that launched something between two snapshots; else None.
 
-    Launches alone do not say it: what is tried or compared is launched too.
+    Launches alone do not say it: where a kernel failed, both it and the fallback were launched.
     """
-    matrices: dict[str, int] = {}
+    ran = launched(before, after)
+    matrices = dict.fromkeys(sorted(kernel for kernel, _ in ran), 0)
     for (kernel, _), number in applied(before, after).items():
-        matrices[kernel] = matrices.get(kernel, 0) + number
+        if kernel in matrices:
+            matrices[kernel] += number
     return max(matrices, key=lambda name: matrices[name], default=None)
 
 

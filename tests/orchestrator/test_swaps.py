@@ -81,6 +81,9 @@ def test_a_swap_that_is_rolled_back_says_which_rank_refused_and_why(world: World
     tell(world, job, "swap_committed", swap=asked["number"])
     assert look(world, job, asked["id"])["state"] == "rolled_back", "an end is an end"
     assert value(scrape(world), "dmuon_kernel_swaps_total", result="rolled_back") == 1
+    ask(world, job, kernel="cublas")
+    world.turn()
+    assert world.attempt(job).policies[-1].target is None, "no later attempt starts with what was taken back"
 
 
 def test_one_swap_at_a_time_and_only_while_the_job_trains(world: World) -> None:
