@@ -119,7 +119,7 @@ ALERTS: tuple[Alert, ...] = (
         lasting="0m",
         severity="page",
         summary="What job {{ $labels.job }} ran is not what was planned",
-        description="The condition RoutesVerified names the routes, phases, counts, parameters and kernels that differ.",
+        description="The condition RoutesVerified names the routes, phases, counts, parameters or kernels that differ.",
         fires_when="bytes, matrices or launched kernels that differ from what was planned and chosen",
     ),
     Alert(
