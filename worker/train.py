@@ -264,7 +264,7 @@ class _Loop:
         self.ns = report.ns
         if isinstance(self.plan, dmuon.RuntimePlan) and not self.verified and report.skipped_total == 0:
             self.verified = True
-            found = differences(spec, self.plan, self.rank.rank, report, report.steps_done)
+            found = [*differences(spec, self.plan, self.rank.rank, report, report.steps_done), *report.offenders]
             message = "; ".join(found) or "the first step did exactly what the plan says"
             tell(self.rank, "routes_verified", message, rank_zero_only=not found, ok=not found)
 

@@ -208,6 +208,8 @@ def non_finite_laws(setting: Setting = TWO) -> None:
             run.optimizer.step()
             assert run.optimizer.last_step is not None
             assert run.optimizer.last_step.skipped
+            on_device = weight.device.type == "cuda"
+            assert run.optimizer.last_step.computed == on_device, "a device withholds by itself what it computed"
             assert run.optimizer.last_step.offenders == (poisoned,)
             after = dmuon.get_model_state_dict(run.model)
             assert all(torch.equal(before[name], after[name]) for name in before if name != "seen")

@@ -187,13 +187,17 @@ def _refusals(rank: int, addresses: list[str]) -> dict[str, Told]:
         found["raises"] = train_once(spec_of(5000), addresses[2], rank, until(done, stop))
     with registered_kernel(Impostor("none", name="quack") if rank == 1 else healthy):
         found["impostor"] = train_once(spec_of(5000), addresses[3], rank, until(done, stop))
+        found["from the start"] = train_once(spec_of(2, kernel="quack"), addresses[4], rank, silent)
     return found
 
 
 @pytest.mark.timeout(120)
 def test_a_rank_that_refuses_is_late_fails_or_does_something_else_takes_all_ranks_back() -> None:
-    ranks = run_gang(2, _refusals, num_stores=4)
+    ranks = run_gang(2, _refusals, num_stores=5)
     kernels = {name: hold_never_mixed([told[name] for told in ranks]) for name in ranks[0]}
+    at_once = ranks[1].pop("from the start").named("routes_verified")[0]
+    assert not at_once.data["ok"] and "step 1 launched cublas where quack was chosen" in at_once.message
+    assert ranks[0].pop("from the start").named("routes_verified")[0].data["ok"], "each rank speaks for itself"
     last = {name: told.named("swap_rolled_back")[-1].message for name, told in ranks[0].items()}
     refusal = ranks[1]["wrong"].named("swap_refused")[0].message
     assert "rank 1 refuses the swap: on a random" in refusal and last["wrong"] == "rank 1 refused"

@@ -95,7 +95,9 @@ def test_one_swap_at_a_time_and_only_while_the_job_trains(world: World) -> None:
     first = ask(world, job)
     assert first["id"] in ask(world, job, 409)["detail"]
     assert ask(world, "none", 404)["code"] == "not_found"
-    assert ask(world, job, 422, kernel="fast")["errors"][0]["pointer"] == "/body/kernel"
+    (wrong,) = ask(world, job, 422, kernel="fast")["errors"]
+    assert wrong["pointer"] == "/body/kernel" and wrong["message"].endswith(", found 'fast'")
+    assert ask(world, job, 422, reason="  ")["errors"][0]["pointer"] == "/body/reason", "blanks say no why"
     empty = world.client.post(f"/v1/jobs/{job}/kernel-swaps", json={"reason": "x"})
     assert empty.status_code == 422 and "at least one of kernel" in empty.text
     assert world.client.get(f"/v1/jobs/{job}/kernel-swaps/none").status_code == 404
