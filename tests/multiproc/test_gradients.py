@@ -172,7 +172,7 @@ def clearing_laws(setting: Setting) -> None:
             run.optimizer.zero_grad()
             if dist.get_rank() == 0:
                 _one(run.model, step, 0, micro=7)
-            run.optimizer.zero_grad()  # rank 1 takes part in that backward only when it steps
+            run.model.zero_grad()  # rank 1 takes part in that backward only when it steps
             run.optimizer.step()
             _one(run.model, step, dist.get_rank())
             run.optimizer.step()

@@ -139,7 +139,7 @@ def _accumulation() -> None:
             _loss(model, step, 2).backward()
             norms.append(float(dmuon.clip_grad_norm_(optimizer, 0.5)))
             optimizer.step()
-            optimizer.zero_grad()
+            model.zero_grad()  # of the wrapper, or of the model: as good as the optimizer's
         passes = dmuon.get_counters(model).snapshot().comm["muon", "reduce"].collectives
         assert passes == 3 * dmuon.get_plan(model).traffic["muon", "reduce"].collectives
         _hold(model, optimizer, norms, accumulate=True)
