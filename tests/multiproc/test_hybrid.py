@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dmuon_runtime as dmuon
 from tests.multiproc.harness import run_ranks
-from tests.multiproc.laws import meshes, world_mesh
+from tests.multiproc.laws import Run, assert_planned, meshes, world_mesh
 from tests.multiproc.models import POLICY, batch, lm_loss, make
 from tests.multiproc.reference import PolarNewtonSchulz, ReferenceTrainer
 
@@ -97,6 +97,7 @@ def _hold(model: nn.Module, optimizer: dmuon.Muon, norms: list[float], accumulat
     for step in range(3):
         trainer.step(backward, step)
     assert norms == pytest.approx(trainer.norms, rel=1e-6)
+    assert_planned(Run(model, optimizer, []))
     state = dmuon.get_model_state_dict(model)
     dmuon.set_model_state_dict(model, {name: value * 3 for name, value in state.items()})
     dmuon.set_model_state_dict(model, state)
