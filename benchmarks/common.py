@@ -117,7 +117,10 @@ def write_result(name: str, rows: Sequence[Mapping[str, Any]], *, device: str | 
     ``device`` is where the figures come from, if that is not this machine.
     """
     device = device or (torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
-    packages = ["torch", "triton", "quack-kernels", "nvidia-cutlass-dsl", "gram-newton-schulz", "transformers", "ray"]
+    packages = [
+        "torch", "triton", "quack-kernels", "nvidia-cutlass-dsl", "gram-newton-schulz", "transformers", "ray",
+        "fastapi", "uvicorn", "sqlalchemy",
+    ]  # fmt: skip
     document = {
         "benchmark": name,
         "command": " ".join(["python", "-m", _module(name), *sys.argv[1:]]),

@@ -49,6 +49,7 @@ class RayLauncher:
 
         Raises:
             StartFailed: the entry point raised.
+            SupervisorGone: what it had started died at once, by no fault of its own.
         """
         self._bounded(lambda: self._run_entry(START_ENTRY, start.model_dump_json(), _START_S), _START_S + _CALL_S)
 
@@ -137,6 +138,9 @@ class RayLauncher:
         try:
             return ray.get(reference, timeout=timeout_s)
         except ray.exceptions.RayTaskError as error:
+            died = error.cause
+            if isinstance(died, ray.exceptions.RayActorError) and not died.actor_init_failed:
+                raise SupervisorGone(f"the process that {entry} had started is dead: {_short(died)}") from None
             raise StartFailed(f"{entry} failed in the cluster: {error}") from None
         except ray.exceptions.GetTimeoutError:
             ray.cancel(reference, force=True)  # or it might start an attempt that nobody waits for
@@ -172,6 +176,10 @@ class RayLauncher:
             if job_id in entry["name"] and entry["state"] != "REMOVED"
         ]
         return (*actors, *groups)
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:500]
 
 
 def _resources(amounts: Mapping[str, float]) -> Resources:

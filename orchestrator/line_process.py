@@ -6,6 +6,7 @@ It is started when it is first asked and again after it died. Requests go throug
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import subprocess
 import threading
@@ -21,12 +22,22 @@ _TERMINATE_S = 3.0
 
 
 class LineProcess:
-    """The child that ``command`` starts; ``what`` names it in errors, ``polite_s`` is how long it may take to end."""
+    """The child that ``command`` starts.
+
+    ``what`` names it in errors, ``polite_s`` is how long it may take to end, and ``niceness`` how far it stands back
+    for others where they want the same cores.
+    """
 
     def __init__(
-        self, command: Sequence[str], *, what: str, environment: Mapping[str, str] | None = None, polite_s: float = 0.5
+        self,
+        command: Sequence[str],
+        *,
+        what: str,
+        environment: Mapping[str, str] | None = None,
+        polite_s: float = 0.5,
+        niceness: int = 0,
     ) -> None:
-        self._command, self._what, self._polite_s = tuple(command), what, polite_s
+        self._command, self._what, self._polite_s, self._niceness = tuple(command), what, polite_s, niceness
         self._environment = dict(environment or {})
         self._turn = threading.Lock()
         self._closed = False
@@ -94,6 +105,10 @@ class LineProcess:
         except OSError as error:
             raise ChildFailed(f"the {self._what} ({self._command[0]!r}) cannot be started: {error}") from None
         self._child = child
+        if self._niceness:
+            # It has one thread yet, of which all others inherit. A system that forbids this is none to fail for.
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, child.pid, self._niceness)
         assert child.stdout is not None
         self._listen(child.stdout)
         return child

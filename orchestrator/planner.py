@@ -21,6 +21,9 @@ __all__ = ["PLANNER_COMMAND", "EntryPlanner", "Planner", "ProcessPlanner"]
 _log = logging.getLogger(__name__)
 _MAX_REASON = 500
 """Characters of a failure that go into an answer or onto a job; the log has all of it."""
+_NICENESS = 5
+"""Of the planning process: with as many submissions as there may be, their answers come before their plans. A training
+that takes all cores still leaves it a quarter of one."""
 PLANNER_COMMAND = (sys.executable, "-m", "worker", "plan", "--serve")
 
 
@@ -104,7 +107,7 @@ class ProcessPlanner(_AnswerReader):
     """Plans in a warm child process."""
 
     def __init__(self, command: Sequence[str] = PLANNER_COMMAND, *, timeout_s: float = 300.0) -> None:
-        self._child = LineProcess(command, what="planner's process")
+        self._child = LineProcess(command, what="planner's process", niceness=_NICENESS)
         self._timeout_s = timeout_s
 
     def _ask(self, request: str) -> str:

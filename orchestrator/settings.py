@@ -152,8 +152,25 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+_CONTAINER_SECRETS = Path("/run/secrets")
+"""Where containers are handed secrets; what they look like there is not ours to say, and nobody else is in there."""
+
+
+def _check_mode(path: Path) -> None:
+    mode = path.stat().st_mode & 0o777
+    if mode & 0o077 and _CONTAINER_SECRETS not in path.absolute().parents:
+        raise SettingsInvalid(
+            f"the token file {path} has mode {mode:04o}: others can read or change it; expected 0600. "
+            f"Run: chmod 600 {path}, and make a new token if others may have read this one"
+        )
+
+
 def ensure_secret(path: Path) -> str:
-    """Return the first word of the file at ``path``, which is made with a fresh secret and mode 0600 if absent."""
+    """Return the first word of the file at ``path``, which is made with a fresh secret and mode 0600 if absent.
+
+    Raises:
+        SettingsInvalid: the file is empty, or others than its owner may use it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -166,6 +183,7 @@ def ensure_secret(path: Path) -> str:
     words = path.read_text().split()
     if not words:
         raise SettingsInvalid(f"the token file {path} is empty; delete it, and a new token is made")
+    _check_mode(path)
     return words[0]
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Header, Path, Query, Request
+from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.responses import Response
-from sqlalchemy.orm import Session
 
 from orchestrator import resources as r
 from orchestrator.api.auth import ADMIN, Principal, require
-from orchestrator.api.service import MAX_INTEGER, Body, ServiceOf, keyed, note, reply
-from orchestrator.errors import NotFound, PreconditionFailed
+from orchestrator.api.service import MAX_INTEGER, Body, MatchHeader, ServiceOf, check_match, keyed, note, reply
+from orchestrator.errors import NotFound
 from orchestrator.reconcile.admission import usage_by_project
 from orchestrator.store.audit import audit_before
 from orchestrator.store.models import QuotaRow
@@ -60,24 +59,18 @@ def change_quota(
     project: Project,
     wanted: r.QuotaChange,
     body: Body,
-    if_match: Annotated[str | None, Header(alias="If-Match")] = None,
+    if_match: MatchHeader = None,
 ) -> Response:
     """Set what a project may use at once. Jobs that run already go on."""
     call, now = keyed(request, principal, None, body), service.clock()
     with service.database.write() as session:
-        _check_version(session, project, if_match)
+        before = session.get(QuotaRow, project)
+        check_match(f"the quota of {project}", 0 if before is None else before.version, if_match)
         row = set_quota(session, project, actor=principal.name, now=now, **wanted.model_dump())
         note(service, session, call, project, "200")
         answer, tag = _quota(row), _tag(row)
     service.changed()
     return reply(answer, headers=tag)
-
-
-def _check_version(session: Session, project: str, if_match: str | None) -> None:
-    row = session.get(QuotaRow, project)
-    current = f'"{0 if row is None else row.version}"'
-    if if_match not in (None, "*", current):
-        raise PreconditionFailed(f"the quota of {project} is at {current}; If-Match says {if_match}. Read it again.")
 
 
 def _quota(row: QuotaRow) -> r.QuotaResource:

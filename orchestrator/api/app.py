@@ -25,14 +25,18 @@ from orchestrator.api.document import PROBLEM_ANSWERS, document_of
 from orchestrator.api.following import look_at_topics
 from orchestrator.api.hub import Hub, Pages
 from orchestrator.api.limits import BodyLimitMiddleware
+from orchestrator.api.refusal_budget import RefusalBudget
+from orchestrator.api.refusals import note_refusal
 from orchestrator.api.service import Service
 from orchestrator.clock import Clock, wall_clock
 from orchestrator.errors import (
     PROBLEM_TYPE,
+    Forbidden,
     InvalidInput,
     Problem,
     ServiceError,
     StoreUnavailable,
+    Unauthorized,
     error_of_status,
     field_errors_of,
 )
@@ -40,6 +44,7 @@ from orchestrator.launcher_api import Launcher
 from orchestrator.logs import LogStore
 from orchestrator.planner import Planner
 from orchestrator.reconcile.loop import Reconciler
+from orchestrator.reports import ReportStore
 from orchestrator.settings import Settings, ensure_secret
 from orchestrator.store.database import Database
 from orchestrator.timings import Histogram, TimingMiddleware
@@ -114,6 +119,7 @@ def _service(settings: Settings, launcher: Launcher, planner: Planner, clock: Cl
         timed=pass_seconds.observe,
         checkpoints=settings.state_dir / "checkpoints",
         logs=logs,
+        reports=ReportStore(settings.state_dir / "reports"),
         history_s=settings.history_s,
     )
     return Service(
@@ -126,6 +132,7 @@ def _service(settings: Settings, launcher: Launcher, planner: Planner, clock: Cl
         pages=Pages(),
         logs=logs,
         clock=clock,
+        refusals=RefusalBudget(clock),
         http_seconds=Histogram(),
         pass_seconds=pass_seconds,
     )
@@ -139,6 +146,8 @@ def _answer(request: Request, error: ServiceError) -> Response:
 
 async def _on_service_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServiceError)
+    if isinstance(error, Unauthorized | Forbidden):
+        await run_in_threadpool(note_refusal, request.app.state.service, request, error)
     return _answer(request, error)
 
 

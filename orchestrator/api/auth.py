@@ -81,6 +81,7 @@ def require(scope: str) -> Callable[[Request], Awaitable[Principal]]:
     async def check(request: Request) -> Principal:
         authenticator: Authenticator = request.app.state.service.authenticator
         principal = authenticator.principal(request.headers.get("authorization"))
+        request.state.principal = principal.name
         if not principal.scopes & {scope, ADMIN}:
             raise Forbidden(f"this needs scope {scope!r}; the token has {sorted(principal.scopes)}")
         return principal

@@ -13,7 +13,17 @@ from orchestrator import resources as r
 from orchestrator.api._examples import SPEC_BODY
 from orchestrator.api.auth import Principal, require
 from orchestrator.api.build import job_resource, job_summary
-from orchestrator.api.service import Body, IdempotencyHeader, Service, ServiceOf, answer_once, keyed, reply
+from orchestrator.api.service import (
+    Body,
+    IdempotencyHeader,
+    MatchHeader,
+    Service,
+    ServiceOf,
+    answer_once,
+    check_match,
+    keyed,
+    reply,
+)
 from orchestrator.errors import InvalidInput, UnsupportedType, as_service_error
 from orchestrator.paths import check_paths
 from orchestrator.store.idempotency import KeyedRequest
@@ -21,6 +31,7 @@ from orchestrator.store.jobs import JobFilter, cancel_job, find_job, list_jobs, 
 from orchestrator.store.models import Job
 from orchestrator.store.quotas import check_queue_room
 from orchestrator.store.stops import pause_job, resume_job
+from orchestrator.store.transitions import locked_job
 from worker.contract.errors import ContractError, FieldError
 from worker.contract.load import load_spec
 from worker.contract.spec import JobSpec
@@ -118,32 +129,40 @@ def look(service: ServiceOf, _: Reader, job_id: str) -> Response:
         return reply(job_resource(session, job), headers={"ETag": f'"{job.version}"'})
 
 
-def _move(service: Service, request: KeyedRequest, job_id: str, move: Callable[..., Job]) -> Response:
+def _move(
+    service: Service, call: KeyedRequest, job_id: str, if_match: str | None, move: Callable[..., Job]
+) -> Response:
     """Answer with the job after ``move(session, job_id, now=...)``, once for each key."""
-    return answer_once(
-        service, request, 200, lambda session: job_resource(session, move(session, job_id, now=service.clock()))
-    )
+
+    def work(session: Session) -> r.JobResource:
+        check_match(f"job {job_id}", locked_job(session, job_id).version, if_match)
+        return job_resource(session, move(session, job_id, now=service.clock()))
+
+    return answer_once(service, call, 200, work)
 
 
 @router.post("/jobs/{job_id}:cancel", response_model=r.JobResource)
 def cancel(
-    request: Request, service: ServiceOf, principal: Writer, job_id: str, body: Body, key: IdempotencyHeader = None
-) -> Response:
+    request: Request, service: ServiceOf, principal: Writer, job_id: str, body: Body, key: IdempotencyHeader = None,
+    if_match: MatchHeader = None,
+) -> Response:  # fmt: skip
     """Cancel a job: at once where nothing runs, else gracefully. Asking again is harmless."""
-    return _move(service, keyed(request, principal, key, body), job_id, cancel_job)
+    return _move(service, keyed(request, principal, key, body), job_id, if_match, cancel_job)
 
 
 @router.post("/jobs/{job_id}:pause", response_model=r.JobResource)
 def pause(
-    request: Request, service: ServiceOf, principal: Writer, job_id: str, body: Body, key: IdempotencyHeader = None
-) -> Response:
+    request: Request, service: ServiceOf, principal: Writer, job_id: str, body: Body, key: IdempotencyHeader = None,
+    if_match: MatchHeader = None,
+) -> Response:  # fmt: skip
     """Pause a job: it saves a checkpoint and releases what it holds. Asking again is harmless."""
-    return _move(service, keyed(request, principal, key, body), job_id, pause_job)
+    return _move(service, keyed(request, principal, key, body), job_id, if_match, pause_job)
 
 
 @router.post("/jobs/{job_id}:resume", response_model=r.JobResource)
 def resume(
-    request: Request, service: ServiceOf, principal: Writer, job_id: str, body: Body, key: IdempotencyHeader = None
-) -> Response:
+    request: Request, service: ServiceOf, principal: Writer, job_id: str, body: Body, key: IdempotencyHeader = None,
+    if_match: MatchHeader = None,
+) -> Response:  # fmt: skip
     """Put a paused job back into the queue; it continues from its newest checkpoint."""
-    return _move(service, keyed(request, principal, key, body), job_id, resume_job)
+    return _move(service, keyed(request, principal, key, body), job_id, if_match, resume_job)

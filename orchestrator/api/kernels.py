@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Header, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 from sqlalchemy.orm import Session
 
 from orchestrator import resources as r
 from orchestrator.api.auth import Principal, require
-from orchestrator.api.service import Body, Service, ServiceOf, keyed, note, reply
-from orchestrator.errors import BreakerAbsent, NotFound, PlannerFailed, PreconditionFailed
+from orchestrator.api.service import Body, MatchHeader, Service, ServiceOf, check_match, keyed, note, reply
+from orchestrator.errors import BreakerAbsent, NotFound, PlannerFailed
 from orchestrator.store.attempts import last_attempt
 from orchestrator.store.jobs import LIVE, jobs_in
 from orchestrator.store.kernels import (
@@ -144,16 +144,12 @@ def change(
     kernel: str,
     wanted: r.BreakerChange,
     body: Body,
-    if_match: Annotated[str | None, Header(alias="If-Match")] = None,
+    if_match: MatchHeader = None,
 ) -> Response:
     """Trip, reset, pin or observe a breaker, for the jobs that live and those to come, or for one job."""
     which, now = _switchable(kernel), service.clock()
     with service.database.write() as session:
-        current = f'"{version_of(session, which)}"'
-        if if_match not in (None, "*", current):
-            raise PreconditionFailed(
-                f"the breaker of {which} is at {current}; If-Match says {if_match}. Read it again."
-            )
+        check_match(f"the breaker of {which}", version_of(session, which), if_match)
         set_breaker(
             session,
             which,

@@ -13,8 +13,9 @@ from sqlalchemy.orm import Session
 
 from orchestrator.api.auth import Authenticator, Principal
 from orchestrator.api.hub import Hub, Pages, StreamPage
+from orchestrator.api.refusal_budget import RefusalBudget
 from orchestrator.clock import Clock
-from orchestrator.errors import ServiceError
+from orchestrator.errors import PreconditionFailed, ServiceError
 from orchestrator.logs import LogStore
 from orchestrator.planner import Planner
 from orchestrator.reconcile.loop import Reconciler
@@ -25,8 +26,8 @@ from orchestrator.store.idempotency import Answer, KeyedRequest, begin, finish
 from orchestrator.timings import Histogram
 
 __all__ = [
-    "JSON", "MAX_INTEGER", "Body", "IdempotencyHeader", "Service", "ServiceOf", "answer_once", "keyed", "note",
-    "replay", "reply",
+    "JSON", "MAX_INTEGER", "Body", "IdempotencyHeader", "MatchHeader", "Service", "ServiceOf", "answer_once",
+    "check_match", "keyed", "note", "replay", "reply",
 ]  # fmt: skip
 
 JSON = "application/json"
@@ -47,6 +48,7 @@ class Service:
     pages: Pages[StreamPage]
     logs: LogStore
     clock: Clock
+    refusals: RefusalBudget
     http_seconds: Histogram
     pass_seconds: Histogram
 
@@ -73,6 +75,21 @@ IdempotencyHeader = Annotated[
         alias="Idempotency-Key", min_length=1, max_length=255, description="The same key and request: the same answer"
     ),
 ]
+MatchHeader = Annotated[
+    str | None,
+    Header(alias="If-Match", max_length=4096, description="Do it only to this version: an ETag that was read"),
+]
+
+
+def check_match(what: str, version: int | str, if_match: str | None) -> None:
+    """Compare ``If-Match``, if it was sent, with the version that there is.
+
+    Raises:
+        PreconditionFailed: it names other versions.
+    """
+    current = f'"{version}"'
+    if if_match is not None and not {"*", current} & {tag.strip() for tag in if_match.split(",")}:
+        raise PreconditionFailed(f"{what} is at {current}; If-Match says {if_match}. Read it again.")
 
 
 def reply(model: BaseModel, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

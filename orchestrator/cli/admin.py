@@ -9,14 +9,15 @@ import typer
 
 from orchestrator import resources as r
 from orchestrator.cli import _console as c
+from orchestrator.cli.cleaning import clean
 from orchestrator.cli.kernels import AsJson, Url
 
 __all__ = ["add_admin_commands"]
 
 
 def add_admin_commands(app: typer.Typer) -> None:
-    """Add ``explain``, ``checkpoints``, ``quota`` and ``audit``."""
-    for command in (explain, checkpoints, quota, audit):
+    """Add ``explain``, ``checkpoints``, ``clean``, ``quota`` and ``audit``."""
+    for command in (explain, checkpoints, clean, quota, audit):
         app.command()(command)
 
 

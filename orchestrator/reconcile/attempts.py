@@ -16,7 +16,14 @@ from orchestrator.reconcile.context import Context
 from orchestrator.reconcile.decide import AttemptAction, AttemptView, End, decide_attempt
 from orchestrator.reconcile.succession import move_on
 from orchestrator.reconcile.verify import decide_routes_verified
-from orchestrator.store.attempts import append_batch, attempt_by_id, last_attempt, reports_at, totals_of
+from orchestrator.store.attempts import (
+    append_batch,
+    attempt_by_id,
+    last_attempt,
+    numbers_of,
+    reports_at,
+    totals_of,
+)
 from orchestrator.store.jobs import find_job, plan_of
 from orchestrator.store.kernels import breaker_rows, policy_for
 from orchestrator.store.models import Attempt, Job
@@ -90,6 +97,9 @@ def _advance(context: Context, seen: _Seen) -> bool:
         except StartFailed as error:
             _stop(context, seen, End(reason=Reason.SETUP_FAILED, message=error.detail))
             return True
+        except SupervisorGone as error:
+            _stop(context, seen, End(reason=Reason.WORKER_LOST, message=error.detail))
+            return True
     heard = _hear(context, seen)
     action, end, more = _store(context, seen, heard)
     if action is AttemptAction.SEND_STOP and end is not None:
@@ -111,6 +121,7 @@ def _launch(context: Context, seen: _Seen) -> None:
         plan_hash=seen.job.plan_hash or "",
         kernels=seen.policy,
         checkpoint_directory=place,
+        report_directory="" if context.reports is None else str(context.reports.folder(seen.job.id).absolute()),
         log_directory="" if context.logs is None else str(context.logs.folder(seen.job.id).absolute()),
         log_quota_bytes=0 if context.logs is None else context.logs.quota_bytes,
         placement_deadline_s=min(60.0, seen.spec.failure.start_deadline_s),
@@ -127,7 +138,21 @@ def _hear(context: Context, seen: _Seen) -> _Heard:
     try:
         return _Heard(context.launcher.poll(seen.ref, seen.attempt.cursor, POLL_LIMIT))
     except SupervisorGone:
-        return _Heard(gone=True, remains=context.launcher.remains(seen.ref))
+        return _hear_from_disk(context, seen)
+
+
+def _hear_from_disk(context: Context, seen: _Seen) -> _Heard:
+    """Read what a dead supervisor had not handed over, once nobody is left who could tell more."""
+    job_id, number, size = seen.job.id, seen.attempt.number, seen.spec.world_size
+    remains = context.launcher.remains(seen.ref)
+    if context.reports is None:
+        return _Heard(gone=True, remains=remains)
+    remains += context.reports.alive(job_id, number, size)
+    if remains:
+        return _Heard(gone=True, remains=remains)
+    numbers = numbers_of(seen.attempt)
+    untold = context.reports.untold(job_id, number, size, after=seen.attempt.cursor, numbers=numbers)
+    return _Heard(PollBatch(entries=untold, dropped=0, alive_ranks=0, ended=False), gone=True)
 
 
 def _store(context: Context, seen: _Seen, heard: _Heard) -> tuple[AttemptAction, End | None, bool]:
@@ -226,6 +251,8 @@ def _finish(context: Context, seen: _Seen, end: End, *, gone: bool) -> None:
             attempt.ended_at, attempt.end_reason, attempt.end_message = now, end.reason, end.message
         close_swaps(session, locked_job(session, seen.job.id), end.message, now=now)
         move_on(session, context.guard(seen.job), seen.job.id, end, now=now)
+    if context.reports is not None:
+        context.reports.remove(seen.job.id, seen.attempt.number)
     context.changed()
 
 

@@ -10,6 +10,7 @@ from orchestrator.clock import Clock
 from orchestrator.launcher_api import Launcher
 from orchestrator.logs import LogStore
 from orchestrator.planner import Planner
+from orchestrator.reports import ReportStore
 from orchestrator.store.database import Database
 from orchestrator.store.jobs import JobLine
 from orchestrator.store.models import Job
@@ -33,6 +34,8 @@ class Context:
     """Where jobs keep checkpoints, each in a directory of its id, when their spec names no place; None: nowhere."""
     logs: LogStore | None = None
     """Where the ranks' output goes; None: it stays with Ray."""
+    reports: ReportStore | None = None
+    """Where attempts keep what they tell until it is stored; None: in memory alone."""
 
     def guard(self, job: Job | JobLine) -> Guard:
         """Return the guard of a write that was decided on ``job``."""

@@ -85,7 +85,7 @@ def decide_attempt(view: AttemptView) -> tuple[AttemptAction, End | None]:
 
 
 def _lost() -> End:
-    message = "the supervisor of the attempt is dead, and with it its workers and the reports it had not handed over"
+    message = "the supervisor of the attempt is dead, and with it its workers"
     return End(reason=Reason.WORKER_LOST, message=message)
 
 

@@ -24,6 +24,7 @@ from orchestrator.reconcile.context import Context
 from orchestrator.reconcile.planning import plan_submitted
 from orchestrator.reconcile.preemption import preempt_for_priority
 from orchestrator.reconcile.succession import queue_restarts
+from orchestrator.reports import ReportStore
 from orchestrator.store.database import Database
 from orchestrator.store.idempotency import forget_old
 from orchestrator.store.jobs import jobs_in
@@ -64,6 +65,7 @@ class Reconciler:
         timed: Callable[[float], None] = lambda _seconds: None,
         checkpoints: Path | None = None,
         logs: LogStore | None = None,
+        reports: ReportStore | None = None,
         history_s: float = math.inf,
     ) -> None:
         self.context = Context(
@@ -75,6 +77,7 @@ class Reconciler:
             changed=changed,
             checkpoints=checkpoints,
             logs=logs,
+            reports=reports,
         )
         self._interval_s, self._lease_s, self._timed = interval_s, lease_s, timed
         self._history_s, self._patience_s = history_s, patience_s
@@ -190,6 +193,8 @@ class Reconciler:
         for job_id in old:
             if self.context.logs is not None:
                 self.context.logs.remove(job_id)
+            if self.context.reports is not None:
+                self.context.reports.remove(job_id)
             with self.context.database.write() as session:
                 prune_job(session, job_id, now=now)
         if len(old) == _PRUNED_AT_ONCE:

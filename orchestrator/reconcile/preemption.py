@@ -11,7 +11,7 @@ from orchestrator.reconcile.admission import CONDITION as ADMITTED
 from orchestrator.reconcile.context import Context
 from orchestrator.reconcile.decide import demand_of
 from orchestrator.reconcile.queueing import WaitReason
-from orchestrator.store.jobs import conditions_noted, jobs_in
+from orchestrator.store.jobs import first_in_line, jobs_in
 from orchestrator.store.models import Job
 from orchestrator.store.stops import ALIVE, request_preemption
 from worker.contract.spec import JobSpec
@@ -68,15 +68,14 @@ def preempt_for_priority(context: Context) -> int:
     Nobody is asked while room that was asked for before is still being released.
     """
     with context.database.read() as session:
-        noted = conditions_noted(session, ADMITTED, JobState.QUEUED)
-        held = {job_id for job_id, (reason, _) in noted.items() if reason == WaitReason.QUOTA}
-        # Room is of no use to a job that its project's quota holds back.
-        waiting = [_claim(job) for job in jobs_in(session, JobState.QUEUED) if job.id not in held]
-        alive = {job.id: job for job in jobs_in(session, *ALIVE)} if waiting else {}
+        alive = {job.id: job for job in jobs_in(session, *ALIVE)}
         leaving = [job for job in jobs_in(session, JobState.STOPPING) if job.reason == Reason.PREEMPTED]
-    first = min(waiting, key=lambda claim: (-claim.priority, claim.number), default=None)
-    running = [_claim(job) for job in alive.values()]
-    if first is None or leaving or not any(job.preemptible and job.priority < first.priority for job in running):
+        # Room is of no use to a job that its project's quota holds back.
+        job = first_in_line(session, ADMITTED, WaitReason.QUOTA) if alive and not leaving else None
+    if job is None:
+        return 0
+    first, running = _claim(job), [_claim(job) for job in alive.values()]
+    if not any(claim.preemptible and claim.priority < first.priority for claim in running):
         return 0
     try:
         free = context.launcher.capacity().free

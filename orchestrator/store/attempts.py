@@ -1,9 +1,11 @@
-"""Attempts and what their supervisors report. Appending is idempotent: by cursor, by sequence and by (step, rank)."""
+"""Attempts and what their supervisors report. Appending is idempotent: by cursor, by sequence, by the ranks' own
+numbers and by (step, rank)."""
 
 from __future__ import annotations
 
+import json
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from sqlalchemy import func, insert, select
 from sqlalchemy.orm import Session, aliased
@@ -16,7 +18,7 @@ from worker.contract.messages import AttemptEnd, Entry, Milestone, PollBatch, Ra
 
 __all__ = [
     "append_batch", "attempt_by_id", "attempts_of", "count_restarts", "errors_of", "last_attempt", "last_attempts",
-    "new_attempt", "reports_at", "reports_of_steps", "totals_of",
+    "new_attempt", "numbers_of", "reports_at", "reports_of_steps", "totals_of",
 ]  # fmt: skip
 
 
@@ -76,7 +78,8 @@ def append_batch(session: Session, job: Job, attempt: Attempt, batch: PollBatch)
     Returns:
         The number of new entries.
     """
-    fresh = [entry for entry in batch.entries if entry.seq > attempt.cursor]
+    numbers = numbers_of(attempt)
+    fresh = [entry for entry in batch.entries if entry.seq > attempt.cursor and _is_new(entry, numbers)]
     _append_reports(session, attempt, fresh)
     for entry in fresh:
         body = entry.body
@@ -89,10 +92,23 @@ def append_batch(session: Session, job: Job, attempt: Attempt, batch: PollBatch)
             attempt.ended_at, attempt.end_reason, attempt.end_message = body.at, body.reason, body.message
             add_event(session, job, "attempt_end", body.message, now=body.at, data={"reason": body.reason})
             close_swaps(session, job, body.message, now=body.at)
-    attempt.cursor = max([attempt.cursor, *(entry.seq for entry in fresh)])
+    for entry in fresh:
+        if entry.rank is not None and entry.number is not None:
+            numbers[entry.rank] = max(numbers.get(entry.rank, 0), entry.number)
+    attempt.rank_numbers = json.dumps(numbers)
+    attempt.cursor = max([attempt.cursor, *(entry.seq for entry in batch.entries)])
     attempt.dropped = max(attempt.dropped, batch.dropped)
     attempt.alive_ranks = batch.alive_ranks
     return len(fresh)
+
+
+def numbers_of(attempt: Attempt) -> dict[int, int]:
+    """Return, by rank, the last of its own numbers that was stored."""
+    return {int(rank): int(number) for rank, number in json.loads(attempt.rank_numbers).items()}
+
+
+def _is_new(entry: Entry, numbers: Mapping[int, int]) -> bool:
+    return entry.rank is None or entry.number is None or entry.number > numbers.get(entry.rank, 0)
 
 
 def _append_milestone(session: Session, job: Job, attempt: Attempt, body: Milestone) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sqlalchemy import and_, func, or_, select
+from sqlalchemy import and_, exists, func, or_, select
 from sqlalchemy.orm import Session
 
 from orchestrator.errors import InvalidPageToken, JobFinished, NotFound
@@ -23,9 +23,9 @@ from worker.contract.states import JobState, Reason
 
 __all__ = [
     "JobFilter", "JobLine", "cancel_job", "conditions_noted", "conditions_of", "conditions_of_type",
-    "count_by_reason", "count_by_state", "events_after", "events_of_kinds", "find_job", "job_lines", "jobs_ahead",
-    "jobs_in", "jobs_shown", "keep_plan", "last_event_at", "last_events", "list_jobs", "plan_of", "queue_waits",
-    "submit_job",
+    "count_by_reason", "count_by_state", "events_after", "events_of_kinds", "find_job", "first_in_line", "job_lines",
+    "jobs_ahead", "jobs_in", "jobs_shown", "keep_plan", "last_event_at", "last_events", "list_jobs", "plan_of",
+    "queue_waits", "submit_job",
 ]  # fmt: skip
 
 _LAST_EVENT = 2**31 - 2
@@ -168,6 +168,14 @@ def job_lines(session: Session, *states: JobState) -> list[JobLine]:
     columns = (Job.id, Job.spec, Job.version, Job.state, Job.state_since, Job.reason, Job.planned_bytes)
     rows = session.execute(select(*columns).where(Job.state.in_(states)).order_by(Job.number))
     return [JobLine(*row) for row in rows]
+
+
+def first_in_line(session: Session, kind: str, reason: str) -> Job | None:
+    """Return the queued job of the highest priority, the oldest of them; who waits for ``reason`` (a condition of type
+    ``kind``) is passed over."""
+    held = exists().where(Condition.job_id == Job.id, Condition.type == kind, Condition.reason == reason)
+    query = select(Job).where(Job.state == JobState.QUEUED, ~held)
+    return session.scalar(query.order_by(Job.priority.desc(), Job.number).limit(1))
 
 
 def jobs_shown(session: Session, finished_after: float) -> Sequence[Job]:

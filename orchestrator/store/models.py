@@ -130,6 +130,8 @@ class Attempt(Base):
     dropped: Mapped[int] = mapped_column(_Big, default=0)
     alive_ranks: Mapped[int] = mapped_column(Integer, default=0)
     epoch_sent: Mapped[int] = mapped_column(Integer, default=0)
+    rank_numbers: Mapped[str] = mapped_column(Text, default="{}", server_default="{}")
+    """JSON: by rank, the last of its own numbers that was stored."""
 
 
 class RankReportRow(Base):

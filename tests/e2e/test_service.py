@@ -99,18 +99,36 @@ def test_cancel_ends_the_processes_and_frees_the_room(service: OwnService) -> No
         assert wait_until_ended(client, again.id).state == "SUCCEEDED", "the room is free again"
 
 
-def test_two_jobs_that_need_the_whole_machine_run_one_after_the_other(service: OwnService) -> None:
-    """Case 17: a job that has to wait says so and is not failed."""
+def steps_of(client: Client, job_id: str, attempt: int) -> list[int]:
+    found: list[int] = []
+    while points := client.metrics(job_id, after=found[-1] if found else 0, attempt=attempt).points:
+        found += [point.step for point in points]
+    return found
+
+
+def test_jobs_that_need_the_whole_machine_wait_or_give_way(service: OwnService) -> None:
+    """Case 17: a job that has to wait says so and is not failed. One of a higher priority takes the place of the first,
+    which saves, releases its room, and goes on from there before the one that waited behind it."""
     with service.client() as client:
         first = submit(client, small(training={"steps": 400}))
         wait_for(client, first.id, lambda seen: seen.progress.step >= 1)
         second = submit(client, small(training={"steps": 2}))
-        waiting = wait_for(client, second.id, lambda seen: seen.state == "QUEUED" and seen.message != "")
-        assert waiting.reason is None and "CPU" in waiting.message
+        waiting = wait_for(client, second.id, lambda seen: seen.state == "QUEUED" and "CPU" in seen.message)
+        assert waiting.reason is None
         admitted = next(condition for condition in waiting.conditions if condition.type == "Admitted")
         assert (admitted.status, admitted.reason) == ("False", "waiting_for_capacity")
-        assert wait_until_ended(client, first.id).state == "SUCCEEDED"
-        assert wait_until_ended(client, second.id).state == "SUCCEEDED"
+        urgent = submit(client, small(priority=10, training={"steps": 2}))
+        assert wait_until_ended(client, urgent.id).state == "SUCCEEDED"
+        assert not client.job(first.id).terminal, "it was to give way in its middle"
+        ended = [wait_until_ended(client, job.id) for job in (first, second)]
+        assert [job.state for job in ended] == ["SUCCEEDED", "SUCCEEDED"]
+        assert [attempt.end_reason for attempt in ended[0].attempts] == ["preempted", "completed"]
+        saved = [event for event in client.events(first.id).events if event.kind == "checkpoint_saved"]
+        step = int(str(saved[0].data["step"]))
+        assert steps_of(client, first.id, 1) == list(range(1, step + 1)), "it saved the last step that it did"
+        assert steps_of(client, first.id, 2) == list(range(step + 1, 401)), "none is lost or done twice"
+        begun = [client.job(job.id).attempts[-1].created_at for job in (urgent, first, second)]
+        assert begun == sorted(begun), "it keeps its place in the queue"
 
 
 def _empty_file(folder: Path) -> str:

@@ -172,8 +172,10 @@ def clearing_laws(setting: Setting) -> None:
             run.optimizer.zero_grad()
             if dist.get_rank() == 0:
                 _one(run.model, step, 0, micro=7)
-            run.optimizer.zero_grad()  # rank 1 takes part in that backward only when it steps
+            run.model.zero_grad()  # rank 1 takes part in that backward only when it steps
             run.optimizer.step()
+            _one(run.model, step, dist.get_rank(), micro=8)
+            run.optimizer.zero_grad()  # its last reductions are in flight, and no step has waited for them
             _one(run.model, step, dist.get_rank())
             run.optimizer.step()
             run.optimizer.zero_grad()

@@ -202,6 +202,8 @@ class FakeAttempt:
     stops: list[StopRequest] = field(default_factory=list)
     dropped: int = 0
     dead: bool = False
+    silent: bool = False
+    """It lives and does not answer."""
     left: bool = False
 
     def push(self, *bodies: RankReport | Milestone | RankError | AttemptEnd) -> None:
@@ -246,6 +248,8 @@ class FakeLauncher:
         found = self.attempts.get((ref.job_id, ref.attempt))
         if found is None or found.dead or found.left:
             raise SupervisorGone("no such actor")
+        if found.silent:
+            raise LauncherUnavailable("the supervisor did not answer in time")
         assert found.start.fence == ref.fence
         return found
 

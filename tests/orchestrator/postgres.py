@@ -29,11 +29,46 @@ def find_postgres() -> Path | None:
 
 
 class Postgres:
-    """A running cluster that hands out databases."""
+    """A cluster that hands out databases. As root it runs as the user ``postgres``, since it refuses root."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._numbers = folder, itertools.count()
+    def __init__(self, programs: Path, folder: Path) -> None:
+        self._programs, self._folder, self._numbers = programs, folder, itertools.count()
         self._template: str | None = None
+        self._who: dict[str, Any] = {}
+        self._server: subprocess.Popen[bytes] | None = None
+        if os.getuid() == 0:
+            account = pwd.getpwnam("postgres")
+            os.chown(folder, account.pw_uid, account.pw_gid)
+            self._who = {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": []}
+
+    def make(self) -> None:
+        """Write the cluster's files."""
+        words = [self._programs / "initdb", "-D", self._folder / "data", "-U", "postgres", "-A", "trust"]
+        words += ["-E", "UTF8", "--no-locale", "-N"]
+        subprocess.run(words, check=True, capture_output=True, cwd=self._folder, **self._who)
+
+    def start(self) -> None:
+        """Start the server and wait until it answers."""
+        settings = {"listen_addresses": "", "unix_socket_directories": self._folder}
+        settings |= {"fsync": "off", "max_connections": 120}
+        words = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
+        with (self._folder / "log").open("ab") as log:
+            self._server = subprocess.Popen(
+                [self._programs / "postgres", "-D", self._folder / "data", *words],
+                stdout=log, stderr=log, cwd=self._folder, **self._who,
+            )  # fmt: skip
+        _wait(self._folder, self._server)
+
+    def stop(self, *, immediately: bool = False) -> None:
+        """End the server; ``immediately`` as ``pg_ctl stop -m immediate`` does: it recovers when it starts."""
+        assert self._server is not None
+        # SIGINT ends open connections, for which SIGTERM would wait.
+        self._server.send_signal(signal.SIGQUIT if immediately else signal.SIGINT)
+        try:
+            self._server.wait(10)
+        except subprocess.TimeoutExpired:
+            self._server.kill()
+            self._server.wait()
 
     def url(self, name: str) -> str:
         """SQLAlchemy URL of a database."""
@@ -76,32 +111,15 @@ class Postgres:
 
 @contextmanager
 def running_postgres(programs: Path) -> Iterator[Postgres]:
-    """Make a cluster, start it, and end it. As root it runs as the user ``postgres``, since it refuses root."""
+    """Make a cluster, start it, and end it."""
     folder = Path(tempfile.mkdtemp(prefix="dmuon-pg-"))
-    who: dict[str, Any] = {}
-    if os.getuid() == 0:
-        account = pwd.getpwnam("postgres")
-        os.chown(folder, account.pw_uid, account.pw_gid)
-        who = {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": []}
-    data = folder / "data"
-    initdb = [programs / "initdb", "-D", data, "-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-locale", "-N"]
-    subprocess.run(initdb, check=True, capture_output=True, cwd=folder, **who)
-    settings = {"listen_addresses": "", "unix_socket_directories": folder, "fsync": "off", "max_connections": 120}
-    words = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
-    with (folder / "log").open("wb") as log:
-        server = subprocess.Popen(
-            [programs / "postgres", "-D", data, *words], stdout=log, stderr=log, cwd=folder, **who
-        )
+    cluster = Postgres(programs, folder)
+    cluster.make()
     try:
-        _wait(folder, server)
-        yield Postgres(folder)
+        cluster.start()
+        yield cluster
     finally:
-        server.send_signal(signal.SIGINT)  # ends open connections, for which SIGTERM would wait
-        try:
-            server.wait(10)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+        cluster.stop()
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
+from orchestrator.api.auth import Authenticator
 from orchestrator.launcher_api import Resources
 from tests.orchestrator.conftest import World
 from tests.orchestrator.fakes import make_spec
@@ -135,6 +138,54 @@ def test_changes_are_on_record(world: World) -> None:
     assert page["next_before"] == entries[1]["number"]
     rest = world.client.get(f"/v1/audit?before={page['next_before']}&limit=9&target={job_id}").json()
     assert [entry["number"] for entry in rest["entries"]] == [entry["number"] for entry in entries[2:]]
+
+
+def test_who_was_turned_away_is_on_record_and_no_flood_is(world: World) -> None:
+    token = world.settings.token_file.read_text().split()[0]
+    with world.settings.token_file.open("a") as file:
+        file.write("only-reads jobs:read\n")
+    world.app.state.service.authenticator._principals.update(
+        Authenticator.from_file(world.settings.token_file)._principals
+    )
+    ask = lambda headers: world.client.get("/v1/audit?secret=hidden", headers=headers)  # noqa: E731
+    problem(ask({"Authorization": "Bearer only-reads"}), 403, "forbidden")
+    problem(ask({"Authorization": f"Bearer {token}x"}), 401, "unauthorized")
+    problem(ask({"Authorization": ""}), 401, "unauthorized")
+    known = hashlib.sha256(b"only-reads").hexdigest()[:8]
+    tried = hashlib.sha256(f"{token}x".encode()).hexdigest()[:8]
+    entries = world.client.get("/v1/audit").json()["entries"]
+    assert [(entry["actor"], entry["outcome"]) for entry in entries] == [
+        ("nobody@testclient", "unauthorized"), (f"unknown-{tried}@testclient", "unauthorized"),
+        (f"token-{known}", "forbidden"),
+    ]  # fmt: skip
+    assert {entry["action"] for entry in entries} == {"GET /v1/audit"} and "hidden" not in str(entries)
+    for _ in range(30):
+        ask({"Authorization": "Bearer guess"})
+    assert len(world.client.get("/v1/audit").json()["entries"]) == 5, "five a second"
+    world.clock.advance(1)
+    ask({"Authorization": "Bearer guess"})
+    assert world.client.get("/v1/audit").json()["entries"][0]["outcome"] == "unauthorized (and 28 before it)"
+    with world.database.engine.begin() as connection:
+        connection.exec_driver_sql("DROP TABLE audit")
+    world.clock.advance(1)
+    problem(ask({"Authorization": "Bearer guess"}), 401, "unauthorized")
+
+
+def test_a_job_that_moved_on_is_not_cancelled_paused_or_resumed_by_who_names_its_version(world: World) -> None:
+    job_id = world.running()
+    tag = world.client.get(f"/v1/jobs/{job_id}").headers["ETag"]
+    world.attempt(job_id).steps(1)
+    world.turn()
+    for verb, old in (("pause", '"1"'), ("resume", '"1", "2"'), ("cancel", "1")):
+        answer = world.client.post(f"/v1/jobs/{job_id}:{verb}", headers={"If-Match": old, "Idempotency-Key": verb})
+        found = problem(answer, 412, "precondition_failed")
+        assert tag in found["detail"] and world.state(job_id) == "RUNNING"
+    headers = {"If-Match": f'"1", {tag}', "Idempotency-Key": "right"}
+    assert world.client.post(f"/v1/jobs/{job_id}:pause", headers=headers).json()["state"] == "STOPPING"
+    again = world.client.post(f"/v1/jobs/{job_id}:pause", headers=headers)
+    assert again.status_code == 200 and again.headers["Idempotent-Replayed"] == "true"
+    any_version = world.client.post(f"/v1/jobs/{job_id}:cancel", headers={"If-Match": "*"})
+    assert any_version.json()["reason"] == "cancelled"
 
 
 def test_a_pass_over_a_long_queue_writes_only_news(world: World) -> None:

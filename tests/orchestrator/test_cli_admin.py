@@ -44,5 +44,26 @@ def test_quotas_and_the_record(world: World, client: Client) -> None:  # noqa: F
     assert "PUT /v1/quotas/p  200" in run("audit", "--target", "p")
 
 
+def test_old_checkpoints_are_listed_and_removed_when_told(
+    world: World,
+    client: Client,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DMUON_STATE_DIR", str(world.settings.state_dir))
+    root = world.settings.state_dir / "checkpoints"
+    assert "no job that ended 30 days ago" in run("clean")
+    over, alive = ended(world), world.submit()
+    for name in (over, alive, "somebody"):
+        (root / name / "step-1").mkdir(parents=True)
+        (root / name / "step-1" / "weights").write_bytes(bytes(100))
+    listed = run("clean", "--older-than-days", "1")  # by the service's clock of 1970 it ended long ago
+    assert f"{over}  100 bytes  SUCCEEDED" in listed and "would be removed" in listed and "100 bytes can be" in listed
+    assert f"{alive}  100 bytes  SUBMITTED: left alone" in listed
+    assert "somebody  100 bytes  of no job of this service: left alone" in listed
+    assert len(list(root.iterdir())) == 3, "saying is not doing"
+    assert ": removed" in run("clean", "--yes")
+    assert sorted(path.name for path in root.iterdir()) == sorted([alive, "somebody"])
+
+
 def test_completion_is_offered() -> None:
     assert "--install-completion" in runner.invoke(app, ["--help"]).output

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.errors import LauncherUnavailable, PlannerFailed, StartFailed
+from orchestrator.errors import LauncherUnavailable, PlannerFailed, StartFailed, SupervisorGone
 from orchestrator.launcher_api import Resources
 from orchestrator.reconcile.loop import Reconciler
 from tests.orchestrator.conftest import World
@@ -241,6 +241,18 @@ def test_case_50_an_entry_point_that_fails_ends_the_job_with_its_error(world: Wo
     assert "ModuleNotFoundError" in job["message"]
 
 
+def test_a_supervisor_that_dies_while_it_is_started_is_lost_and_not_the_users_fault(world: World) -> None:
+    world.launcher.start_error = SupervisorGone("the process is dead")
+    job_id = world.submit()
+    world.turn(2)
+    job: Any = world.job(job_id)
+    assert (job["state"], job["attempts"][0]["end_reason"]) == ("RESTARTING", "worker_lost")
+    world.launcher.start_error = None
+    world.clock.advance(5)
+    world.turn(2)
+    assert world.state(job_id) == "STARTING"
+
+
 def test_case_11_another_control_plane_goes_on_where_the_first_one_ended(world: World) -> None:
     job_id = world.running()
     attempt = world.attempt(job_id)
@@ -257,6 +269,30 @@ def test_case_11_another_control_plane_goes_on_where_the_first_one_ended(world: 
     assert progress["step"] == 3
     points: Any = world.client.get(f"/v1/jobs/{job_id}/metrics").json()["points"]
     assert [(point["step"], point["ranks"]) for point in points] == [(1, 2), (2, 2), (3, 2)]
+
+
+def test_a_supervisor_that_lives_and_never_answers_is_unknown_and_costs_nobody_anything(world: World) -> None:
+    silent, other = world.running(), world.running()
+    world.attempt(silent).steps(1)
+    world.turn()
+    world.attempt(silent).silent = True
+    for _ in range(5):
+        world.clock.advance(3600)
+        world.attempt(other).steps(len(world.attempt(other).entries))
+        world.turn()
+    found = condition(world, silent, "Reachable")
+    assert (found["status"], found["reason"]) == ("Unknown", "launcher_unavailable")
+    assert "did not answer" in found["message"]
+    job: Any = world.job(silent)
+    assert (job["state"], job["progress"]["step"], len(job["attempts"])) == ("RUNNING", 1, 1)
+    progress: Any = world.job(other)["progress"]
+    assert progress["step"] > 1 and condition(world, other, "Reachable")["status"] == "True"
+    world.attempt(silent).silent = False
+    world.attempt(silent).steps(2)
+    world.turn()
+    job = world.job(silent)
+    assert (job["state"], job["progress"]["step"], len(job["attempts"])) == ("RUNNING", 2, 1)
+    assert condition(world, silent, "Reachable")["status"] == "True"
 
 
 def test_reports_that_come_twice_count_once(world: World) -> None:

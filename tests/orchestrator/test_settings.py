@@ -41,3 +41,15 @@ def test_a_secret_is_made_once(tmp_path: Path) -> None:
     assert len(found) == 1 and len(found.pop()) == 64
     assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o660, 0o604])
+def test_a_token_file_that_others_can_use_is_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "token"
+    path.write_text("a-secret jobs:read\n")
+    path.chmod(mode)
+    with pytest.raises(SettingsInvalid, match=f"has mode {mode:04o}.*chmod 600") as refused:
+        ensure_secret(path)
+    assert "a-secret" not in str(refused.value)
+    path.chmod(0o600)
+    assert ensure_secret(path) == "a-secret"

@@ -43,3 +43,17 @@ def test_the_end_is_the_last_entry() -> None:
     batch = outbox.read(0, 10, 0)
     assert [entry.body.kind for entry in batch.entries] == ["end"]
     assert batch.ended and batch.dropped == 1
+
+
+def test_what_a_rank_tells_twice_is_taken_once_and_kept_by_itself() -> None:
+    kept: list[str] = []
+    outbox = Outbox(10, kept.append)
+    assert [outbox.append(note(text), 3, number) for text, number in (("a", 1), ("b", 2), ("a", 1), ("b", 2))] == [
+        True, True, False, False,
+    ]  # fmt: skip
+    assert outbox.append(note("of another rank"), 4, 1) and outbox.append(note("its own"))
+    batch = outbox.read(0, 10, 0)
+    assert [(entry.seq, entry.rank, entry.number) for entry in batch.entries] == [
+        (1, 3, 1), (2, 3, 2), (3, 4, 1), (4, None, None),
+    ]  # fmt: skip
+    assert kept == [batch.entries[3].model_dump_json()] and batch.dropped == 0

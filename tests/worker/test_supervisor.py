@@ -185,7 +185,8 @@ def test_a_rank_that_hangs_is_named_with_all_stacks_and_ends_the_attempt(fault: 
     assert collective in ("the barrier", "agreement on what holds for this step")
     assert f"rank 0 waits for {collective}" in stalled.message
     stacks = {note.rank: str(note.data["stacks"]) for note in attempt.milestones() if note.name == "stacks"}
-    assert stack in stacks[1] and "barrier" in stacks[0], stacks
+    waiting = "barrier" if collective == "the barrier" else "control.py"
+    assert stack in stacks[1] and waiting in stacks[0], stacks
 
 
 def test_cancel_stops_all_ranks_after_the_same_step() -> None:
@@ -231,6 +232,7 @@ def test_real_training_through_the_entry_point(tmp_path: Path) -> None:
     from worker.checkpoints import newest_complete
     from worker.contract.actors import START_ENTRY
     from worker.contract.messages import RankReport
+    from worker.contract.reports import rank_files, supervisor_files
     from worker.planner import make_plan
 
     assert START_ENTRY == "worker.actors.entry:start_supervisor"
@@ -239,7 +241,7 @@ def test_real_training_through_the_entry_point(tmp_path: Path) -> None:
     job = tiny_spec(2, kernels={"kernel": "blocked"})
     start = AttemptStart(
         job_id="real", attempt=3, fence="secret", spec_json=job.model_dump_json(), plan_hash=make_plan(job).plan_hash,
-        checkpoint_directory=str(tmp_path / "real"),
+        checkpoint_directory=str(tmp_path / "real"), report_directory=str(tmp_path / "reports"),
     ).model_dump_json()  # fmt: skip
     for _ in range(2):  # the second time changes nothing
         ray.get(ray.remote(start_supervisor).options(num_cpus=0).remote(start))
@@ -258,6 +260,14 @@ def test_real_training_through_the_entry_point(tmp_path: Path) -> None:
     saved = newest_complete(tmp_path / "real")
     assert saved is not None and saved.step == 5, "in the place that the attempt was given"
     assert all(note.data["ok"] for note in attempt.milestones() if note.name == "routes_verified")
+    files: dict[int | None, Path] = {rank: rank_files(tmp_path / "reports" / "3", rank)[0] for rank in (0, 1)}
+    files[None] = supervisor_files(tmp_path / "reports" / "3")[0]
+    for rank, path in files.items():
+        kept = [Entry.model_validate_json(line) for line in path.read_text().splitlines()]
+        told = [entry for entry in attempt.entries if entry.rank == rank]
+        assert [(entry.number, entry.body) for entry in kept] == [(entry.number, entry.body) for entry in told], rank
+        assert rank is None or [entry.number for entry in kept] == list(range(1, len(kept) + 1))
+    assert kept[-1].body == end, "the supervisor's end too"
 
 
 def test_a_wrong_fence_changes_nothing() -> None:

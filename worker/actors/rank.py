@@ -7,76 +7,22 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from worker.actors._sender import Sender, rank_journal
 from worker.actors._stacks import offer_stacks
 from worker.contract.errors import ErrorValue
 from worker.contract.kernels import KernelPolicy
-from worker.contract.messages import AttemptStart, Entry, Milestone, RankError, RankReport
+from worker.contract.messages import AttemptStart, Milestone, RankError
 from worker.contract.spec import JobSpec
 from worker.outcome import EndKind, RankEnd
 from worker.watchdog import Beat
 
-__all__ = ["RankActor", "Sender"]
-
-_BATCH = 512
-_FLUSH_S = 5.0
-
-
-class Sender:
-    """Sends what a rank tells in batches, from a thread of its own: training never waits for the supervisor.
-
-    The queue is bounded; when it is full the oldest go, and the next batch says how many.
-    """
-
-    def __init__(self, supervisor: Any, fence: str, limit: int) -> None:
-        self._supervisor, self._fence, self._limit = supervisor, fence, limit
-        self._queue: deque[str] = deque()
-        self._dropped = 0
-        self._changed = threading.Condition()
-        self._closing = False
-        self._thread = threading.Thread(target=self._send_all, name="reports", daemon=True)
-        self._thread.start()
-
-    def put(self, body: RankReport | Milestone | RankError) -> None:
-        """Queue ``body``; returns at once."""
-        text = Entry(seq=0, body=body).model_dump_json()
-        with self._changed:
-            self._queue.append(text)
-            if len(self._queue) > self._limit:
-                self._queue.popleft()
-                self._dropped += 1
-            self._changed.notify()
-
-    def close(self) -> None:
-        """Send what is left, for a bounded time."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        self._thread.join(_FLUSH_S)
-
-    def _send_all(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: bool(self._queue) or self._closing)
-                if not self._queue:
-                    return
-                batch = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
-                dropped, self._dropped = self._dropped, 0
-            try:
-                ray.get(self._supervisor.push.remote(self._fence, batch, dropped), timeout=60)
-            except Exception:  # the supervisor is gone or stuck: training goes on, the loss is counted
-                with self._changed:
-                    self._dropped += dropped + len(batch)
-                    if self._closing:
-                        return
-                time.sleep(1.0)
+__all__ = ["RankActor"]
 
 
 class RankActor:
@@ -141,9 +87,12 @@ class RankActor:
         """Train to the end; returns a :class:`RankEnd` as JSON, whatever happens."""
         from worker.settings import read_settings
 
-        sender = Sender(supervisor, self._attempt.fence, read_settings().report_queue_limit)
+        journal, not_kept = rank_journal(self._attempt, self._rank)
+        sender = Sender(supervisor, self._attempt.fence, read_settings().report_queue_limit, self._rank, journal)
         if self._log_problem:
             sender.put(Milestone(name="logs_off", at=time.time(), message=self._log_problem, rank=self._rank))
+        if not_kept:
+            sender.put(Milestone(name="reports_off", at=time.time(), message=not_kept, rank=self._rank))
         begun, seat = False, None
         try:
             seat = self._place = self._seat(address, sender)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import threading
+import time
+from pathlib import Path
 from typing import ClassVar
 
 import ray
@@ -11,10 +14,14 @@ import ray
 from worker.actors.attempt import Attempt
 from worker.actors.rank import RankActor
 from worker.contract.kernels import KernelPolicy
-from worker.contract.messages import AttemptStart, Entry, StopRequest
+from worker.contract.messages import AttemptStart, Entry, Milestone, StopRequest
+from worker.contract.reports import attempt_folder, supervisor_files
+from worker.journal import Journal
 from worker.outbox import Outbox
 
 __all__ = ["Supervisor", "WrongFence"]
+
+_log = logging.getLogger(__name__)
 
 
 class WrongFence(ValueError):
@@ -47,10 +54,31 @@ class Supervisor:
             if self._attempt is not None:
                 self._check("start", start.fence)
                 return
-            self._outbox = Outbox(start.outbox_limit)
+            self._outbox = self._open_outbox(start)
             me = ray.get_runtime_context().current_actor
             self._attempt = Attempt(start, self._outbox, me, self.rank_class)
         threading.Thread(target=self._attempt.run, name="attempt", daemon=True).start()
+
+    @staticmethod
+    def _open_outbox(start: AttemptStart) -> Outbox:
+        if not start.report_directory:
+            return Outbox(start.outbox_limit)
+        folder = attempt_folder(Path(start.report_directory), start.attempt)
+        try:
+            journal = Journal(supervisor_files(folder))
+        except OSError as error:  # the attempt is worth more
+            outbox = Outbox(start.outbox_limit)
+            message = f"what the supervisor tells is not kept in {folder}: {error}"
+            outbox.append(Milestone(name="reports_off", at=time.time(), message=message))
+            return outbox
+
+        def keep(line: str) -> None:
+            try:
+                journal.append(line)
+            except OSError:
+                _log.exception("an entry of the supervisor of job %s is not kept in %s", start.job_id, folder)
+
+        return Outbox(start.outbox_limit, keep)
 
     def poll(self, fence: str, cursor: int, limit: int) -> str:
         """Return a :class:`PollBatch` of the entries after ``cursor``, which are forgotten up to it."""
@@ -71,13 +99,13 @@ class Supervisor:
         ray.actor.exit_actor()
 
     def push(self, fence: str, batch: list[str], dropped: int) -> None:
-        """Take what a rank tells: entries as JSON, whose numbers are given here."""
+        """Take what a rank tells: entries as JSON, whose numbers are given here; what came before is left."""
         attempt = self._check("push", fence)
         self._outbox.count_dropped(dropped)
         for text in batch:
-            body = Entry.model_validate_json(text).body
-            attempt.observe(body)
-            self._outbox.append(body)
+            entry = Entry.model_validate_json(text)
+            if self._outbox.append(entry.body, entry.rank, entry.number):
+                attempt.observe(entry.body)
 
     def _check(self, call: str, fence: str) -> Attempt:
         attempt = self._attempt

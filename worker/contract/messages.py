@@ -146,6 +146,7 @@ class Milestone(Message):
         "checkpoint_passed_over",
         "checkpoints_off",
         "logs_off",
+        "reports_off",
     ]
     at: float
     message: str
@@ -175,6 +176,10 @@ class Entry(Message):
 
     seq: int
     """Consecutive from 1."""
+    rank: int | None = None
+    """Who told it; None: the supervisor itself."""
+    number: int | None = None
+    """What that rank has told before it, counted from 1, this one included: told twice, it is taken once."""
     body: Annotated[RankReport | Milestone | RankError | AttemptEnd, Field(discriminator="kind")]
 
 
@@ -212,5 +217,7 @@ class AttemptStart(Message):
     """Where the ranks' output goes, as :mod:`worker.contract.logs` says; empty: it stays where Ray sends it."""
     log_quota_bytes: int = 32 << 20
     """Of each stream of each rank; what is above it is dropped and counted."""
+    report_directory: str = ""
+    """Where what is told is kept until it is stored, as :mod:`worker.contract.reports` says; empty: in memory alone."""
     placement_deadline_s: float = 60.0
     outbox_limit: int = 100_000

@@ -19,6 +19,7 @@ from tests.e2e.faults import injuries
 from tests.e2e.faults.cycles import cycles
 from tests.e2e.faults.scene import Scene, faulty_job, playing
 from tests.e2e.jobs import submit
+from tests.orchestrator.postgres import find_postgres, running_postgres
 
 RESTARTING = (
     injuries.worker_killed, injuries.worker_stopped, injuries.worker_exits, injuries.supervisor_killed,
@@ -46,9 +47,25 @@ def _everything_else(folder: Path, number: int, chance: random.Random) -> str:
             for fault in chance.sample(RESTARTING, len(RESTARTING)):
                 scene.inject(fault, restarts=True, timeout_s=180.0)
             scene.inject(injuries.database_locked, restarts=False)
+            scene.inject(injuries.supervisor_stopped, restarts=False)
         scene.check_laws()
         count = len(scene.survived)
     return f"{count} other faults survived"
+
+
+def _postgres_killed(folder: Path, number: int) -> str:
+    """PostgreSQL dies at once and starts anew under a running job; needs Debian's package ``postgresql``."""
+    programs = find_postgres()
+    if programs is None:
+        return "nothing: PostgreSQL is not installed, so it was not killed"
+    with running_postgres(programs) as postgres:
+        database = {"DMUON_DATABASE_URL": postgres.empty()}
+        with playing(folder, faulty_job(), extra=database) as scene:
+            for _ in range(number):
+                scene.inject(partial(injuries.database_killed, postgres), restarts=False)
+            scene.inject(injuries.control_plane_killed, restarts=False)
+            scene.check_laws()
+    return f"{number} deaths of PostgreSQL survived"
 
 
 def _node_lost(folder: Path) -> str:
@@ -115,6 +132,7 @@ def _rounds(num_kills: int, num_rounds: int, chance: random.Random) -> dict[str,
         rounds["kills of the control plane"] = lambda folder: _kill_often(folder, num_kills, chance)
     if num_rounds:
         rounds["other faults"] = lambda folder: _everything_else(folder, num_rounds, chance)
+        rounds["deaths of PostgreSQL"] = lambda folder: _postgres_killed(folder, num_rounds)
         rounds["a lost node"] = _node_lost
         rounds["submit and cancel"] = lambda folder: _cycles(folder, chance)
         for fault in FATAL:
@@ -127,11 +145,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.faults")
     parser.add_argument("--kills", type=int, default=50, help="kills of the control plane")
     parser.add_argument("--rounds", type=int, default=2, help="rounds of everything else")
+    parser.add_argument("--only", default="", help="rounds whose name contains this")
     parser.add_argument("--seed", type=int, default=None)
     options = parser.parse_args()
     seed = random.randrange(1 << 30) if options.seed is None else options.seed
     chance, failures = random.Random(seed), 0
     rounds = _rounds(options.kills, options.rounds, chance)
+    rounds = {name: play for name, play in rounds.items() if options.only in name}
     print(f"seed {seed}", flush=True)
     for name, play in rounds.items():
         with tempfile.TemporaryDirectory(prefix="faults-") as folder:

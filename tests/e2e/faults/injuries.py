@@ -16,11 +16,12 @@ import psutil
 from orchestrator.ray_process import live_ray
 from orchestrator.settings import child_environment, ray_auth_environment
 from tests.e2e.faults.scene import Scene
+from tests.orchestrator.postgres import Postgres
 from worker.contract.actors import rank_name
 
 __all__ = [
-    "control_plane_killed", "database_locked", "memory_exhausted", "ray_killed", "second_node", "supervisor_killed",
-    "worker_exits", "worker_killed", "worker_raises", "worker_stopped",
+    "control_plane_killed", "database_killed", "database_locked", "memory_exhausted", "ray_killed", "second_node",
+    "supervisor_killed", "supervisor_stopped", "worker_exits", "worker_killed", "worker_raises", "worker_stopped",
 ]  # fmt: skip
 
 _IN_WORKER = """
@@ -68,6 +69,16 @@ def supervisor_killed(scene: Scene) -> None:
     _signal(scene, "Supervisor", signal.SIGKILL)
 
 
+def supervisor_stopped(scene: Scene) -> None:
+    """SIGSTOP to the supervisor until it is known that nothing is known, then SIGCONT: it was alive all the while."""
+    (process,) = scene.actors("Supervisor")
+    process.suspend()
+    try:
+        scene.wait(lambda job: ("Reachable", "Unknown") in {(entry.type, entry.status) for entry in job.conditions})
+    finally:
+        process.resume()
+
+
 def ray_killed(scene: Scene) -> None:
     """SIGKILL to Ray's head and its parts, all at once."""
     record = live_ray(scene.service.settings)
@@ -109,6 +120,14 @@ def database_locked(scene: Scene, seconds: float = 4.0) -> None:
         time.sleep(seconds)  # the fault itself: the database is away for so long
         other.execute("ROLLBACK")
     other.close()
+
+
+def database_killed(postgres: Postgres, scene: Scene, seconds: float = 4.0) -> None:
+    """PostgreSQL is stopped as by ``pg_ctl stop -m immediate`` and, after a while, started again."""
+    assert scene.job().state == "RUNNING"
+    postgres.stop(immediately=True)
+    time.sleep(seconds)  # the fault itself: the database is away for so long
+    postgres.start()
 
 
 def worker_exits(scene: Scene) -> None:
