@@ -53,6 +53,7 @@ class Muon(torch.optim.Optimizer):
     ``skip`` leaves all weights and state as they are, ``raise`` raises :class:`NonFiniteGradient` on all ranks.
     With replicas or replicated storage new weights are published after the update: with ``replicate_async`` behind the
     next forward, whose units wait for theirs; else before :meth:`step` returns. The results are the same bit by bit.
+    ``orthogonalized`` counts the matrices that came back from Newton-Schulz, by parameter.
     """
 
     def __init__(
@@ -80,8 +81,7 @@ class Muon(torch.optim.Optimizer):
         groups = build_groups(runtime, param_groups, defaults, self.guests)
         check_numbers(groups)
         super().__init__(groups, {})
-        self.runtime = runtime
-        self._roster = Roster(inner_model(model))
+        self.runtime, self._roster = runtime, Roster(inner_model(model))
         if model is not inner_model(model):
             clear_with(model, runtime)
         self.nesterov, self.ns_steps, self.scale, self.non_finite = nesterov, ns_steps, scale, non_finite
@@ -89,7 +89,6 @@ class Muon(torch.optim.Optimizer):
         self.newton_schulz = ns_backend if isinstance(ns_backend, NewtonSchulz) else _make_newton_schulz(ns_backend)
         self.last_step: StepOutcome | None = None
         self.orthogonalized: Counter[str] = Counter()
-        """Matrices that came back from Newton-Schulz, by the parameter that they are of; it only grows."""
         self.clip_norm: Tensor | None = None
         """Norm found by the clip that belongs to the coming step."""
         self._kept_places: dict[tuple[int, ...], Tensor] = {}
