@@ -119,8 +119,8 @@ ALERTS: tuple[Alert, ...] = (
         lasting="0m",
         severity="page",
         summary="What job {{ $labels.job }} ran is not what was planned",
-        description="The condition RoutesVerified of the job names the routes, phases and counts that differ.",
-        fires_when="bytes or matrices counted differ from the plan",
+        description="The condition RoutesVerified names the routes, phases, counts, parameters or kernels that differ.",
+        fires_when="bytes, matrices or launched kernels that differ from what was planned and chosen",
     ),
     Alert(
         name="DMuonNSNotRunning",
@@ -173,7 +173,7 @@ ALERTS: tuple[Alert, ...] = (
     ),
     Alert(
         name="DMuonKernelFallbackActive",
-        expr=f'(sum by (job, kernel) (dmuon_breaker_state{{state=~"open|forced_open"}}) > 0) and {_RUNNING}',
+        expr=f'(sum by (job, kernel) (dmuon_breaker_state{{state=~"open|half_open|forced_open"}}) > 0) and {_RUNNING}',
         lasting="5m",
         severity="ticket",
         summary="Job {{ $labels.job }} runs the fallback instead of {{ $labels.kernel }}",

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dmuon_runtime.errors import SettingError
+from dmuon_runtime.groups import as_number
 from dmuon_runtime.guests import Guest
 from dmuon_runtime.muon import Muon
 from dmuon_runtime.pieces import Piece
@@ -21,8 +22,13 @@ def clip_grad_norm_(optimizer: Muon, max_norm: float) -> Tensor:
     The norm is that of the mean gradient over ranks, as one process would compute it; each element counts once. When it
     is not finite nothing is scaled, so that the step finds and names the offenders; ``math.inf`` only measures.
     """
-    if not max_norm > 0:
-        raise SettingError(f"max_norm must be positive, not {max_norm!r}; pass math.inf to measure only")
+    if not isinstance(optimizer, Muon):
+        raise SettingError(
+            f"clip_grad_norm_ takes the Muon of a dedicated model, not {type(optimizer).__name__}; for other "
+            "optimizers use torch.nn.utils.clip_grad_norm_"
+        )
+    if not as_number(max_norm) > 0:
+        raise SettingError(f"max_norm must be a positive number, not {max_norm!r}; pass math.inf to measure only")
     runtime = optimizer.runtime
     runtime.watch.note_outside()
     present = runtime.schedule.meet(Call.CLIP)

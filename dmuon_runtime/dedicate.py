@@ -18,7 +18,7 @@ from dmuon_runtime.errors import AlreadyDedicated, AlreadySharded, DMuonError, P
 from dmuon_runtime.hooks import install_hooks
 from dmuon_runtime.partition import CostModel, OwnerStrategy
 from dmuon_runtime.plan import RuntimePlan
-from dmuon_runtime.planning import PlanOptions, Predicate, ProcessGroupPolicy, build_plan
+from dmuon_runtime.planning import PlanOptions, Predicate, ProcessGroupPolicy, build_plan, check_model
 from dmuon_runtime.policy import RouteHintFn
 from dmuon_runtime.process_groups import open_grid
 from dmuon_runtime.runtime import Runtime, names_under_a_runtime, register_runtime
@@ -118,6 +118,7 @@ def _owner(plan: RuntimePlan, owner: int | None, with_replicas: bool) -> Owner:
 
 
 def _refuse_second(model: nn.Module) -> None:
+    check_model(model)
     if isinstance(model, DistributedDataParallel):
         raise AlreadySharded(
             "the model is already under DDP, which has taken its parameters; call dedicate_params on the model first, "
@@ -133,12 +134,14 @@ def _refuse_second(model: nn.Module) -> None:
 
 def _agree_on_plan(make_plan: Callable[[], RuntimePlan], transport: Transport) -> RuntimePlan:
     """Plan, and compare with all ranks before any collective that depends on the plan; a refusal stops every rank."""
-    refusal: DMuonError | None = None
+    refusal: Exception | None = None
     try:
         plan = make_plan()
         answer = plan.hash
     except DMuonError as error:
         refusal, answer = error, f"refused: {error}"
+    except Exception as error:  # of a predicate or another function of the caller's: raised below, told to all first
+        refusal, answer = error, f"refused: {type(error).__name__}: {error}"
     answers = transport.gather_texts(answer)
     if refusal is not None:
         raise refusal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -14,7 +15,7 @@ from dmuon_runtime.plan import ParameterPlan
 from dmuon_runtime.policy import ROUTES, Route, parse_route
 from dmuon_runtime.runtime import Runtime
 
-__all__ = ["GroupDefaults", "build_groups", "learning_rate"]
+__all__ = ["GroupDefaults", "as_number", "build_groups", "check_numbers", "learning_rate"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ _ROUTE_KEYS = ("dmuon_route", "dmuon_optimizer", "matrix_optimizer")
 """Keys of a group that put all of its members on one route; the first that is there counts."""
 _KNOWN = {
     "params", "name", "group_name", "lr", "weight_decay", "momentum", "betas", "eps", "muon_lr", "muon_weight_decay",
-    "adamw_lr", "adamw_weight_decay", "adamw_betas", *_ROUTE_KEYS,
+    "adamw_lr", "adamw_weight_decay", "adamw_betas", "adamw_eps", *_ROUTE_KEYS,
 }  # fmt: skip
 
 
@@ -129,8 +130,39 @@ def _settings(group: Mapping[str, object], route: Route, defaults: GroupDefaults
         "lr": group.get("adamw_lr", group.get("lr", defaults.adamw_lr)),
         "weight_decay": group.get("adamw_weight_decay", group.get("weight_decay", defaults.adamw_weight_decay)),
         "betas": group.get("adamw_betas", group.get("betas", defaults.adamw_betas)),
-        "eps": group.get("eps", defaults.adamw_eps),
+        "eps": group.get("adamw_eps", group.get("eps", defaults.adamw_eps)),
     }
+
+
+def check_numbers(groups: Sequence[Mapping[str, object]]) -> None:
+    """Raise :class:`SettingError` with every hyper-parameter of built groups that no update could use."""
+    mistakes = [
+        f"{group['group_name']}: {key} must be finite and not negative, not {group[key]!r}"
+        for group in groups
+        for key in ("lr", "weight_decay", "momentum", "eps")
+        if key in group and not 0.0 <= as_number(group[key]) < math.inf
+    ]
+    mistakes += [
+        f"{group['group_name']}: betas must be two numbers, each at least 0 and below 1, not {group['betas']!r}"
+        for group in groups
+        if "betas" in group and not _are_betas(group["betas"])
+    ]
+    if mistakes:
+        raise SettingError("; ".join(mistakes), mistakes)
+
+
+def as_number(value: object) -> float:
+    """Return a number, or the only one in a tensor; NaN, which no check lets pass, for anything else."""
+    if isinstance(value, (bool, str, bytes)):
+        return math.nan
+    try:
+        return float(cast(float, value))
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan
+
+
+def _are_betas(value: object) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2 and all(0.0 <= as_number(beta) < 1.0 for beta in value)
 
 
 def _forced_route(group: Mapping[str, object]) -> Route | None:
@@ -201,9 +233,13 @@ def _members(
         place = roll.places.get(id(parameter))
         if place is None:
             if not isinstance(parameter, nn.Parameter) or parameter.requires_grad:
-                shape = f"of shape {tuple(parameter.shape)}" if isinstance(parameter, Tensor) else repr(parameter)
+                what = (
+                    f"a tensor of shape {tuple(parameter.shape)}"
+                    if isinstance(parameter, Tensor)
+                    else f"a {type(parameter).__name__}"
+                )
                 mistakes.append(
-                    f"group {number} has at position {position} a tensor {shape} that is no parameter of the model; "
+                    f"group {number} has at position {position} {what} that is no parameter of the model; "
                     "take parameters from the dedicated model, after fully_shard"
                 )
         elif place in seen:

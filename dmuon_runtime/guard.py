@@ -123,6 +123,8 @@ class KernelGuard:
     breakers: dict[BreakerKey, Breaker] = field(default_factory=dict)
     fallback_calls: int = 0
     """Calls whose result came from the fallback because the kernel failed in them."""
+    fallback_steps: int = 0
+    """Steps that all ranks did with the fallback because a kernel failed on one of them."""
     failed: bool = False
     """A call since :meth:`begin` failed, as far as the host knows."""
     findings: list[tuple[BreakerKey, Finding]] = field(default_factory=list)
@@ -253,9 +255,9 @@ class KernelGuard:
         self._late.append(Late(breaker, host, done, spans))
 
     def states(self, kernels: Iterable[str]) -> Mapping[BreakerKey, BreakerState]:
-        """Return the states of the breakers of some kernels."""
+        """Return the states of the breakers of some kernels; a thread may ask while a step makes another breaker."""
         wanted = set(kernels)
-        return {key: breaker.state for key, breaker in self.breakers.items() if key.kernel in wanted}
+        return {key: breaker.state for key, breaker in list(self.breakers.items()) if key.kernel in wanted}
 
 
 def _observation(non_finite: bool, numbers: Sequence[float], slow: bool | None) -> Observation:
@@ -322,6 +324,7 @@ def guarded_orthogonalize(
     with LEDGER.trial() as trial:
         results = newton_schulz.orthogonalize(matrices, steps)
     if transport.agree_max([int(guard.failed)])[0]:
+        guard.fallback_steps += 1
         return newton_schulz.fall_back(matrices, steps), None
     trial.keep()
     if transport.device.type == "cpu":

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from dmuon_runtime.errors import UnsupportedFeature
 from dmuon_runtime.policy import DTYPE_NAMES
 from dmuon_runtime.schedule import Schedule, Stage
-from dmuon_runtime.trees import cast_floating, iterate_tensors
+from dmuon_runtime.trees import cast_floating, iterate_tensors, map_tensors
 from dmuon_runtime.unit import Unit
 
 if TYPE_CHECKING:
@@ -81,13 +82,31 @@ class _UnitHooks:
 
     def after_forward(self, _module: nn.Module, _args: tuple[object, ...], output: object) -> object:
         """Free, watch the outputs' gradients, and cast the outputs if the policy says so."""
+        output = self._without_weights(output)
         if not _in_backward():
             self.schedule.after_forward(self.unit)
         if torch.is_grad_enabled():
             for tensor in iterate_tensors(output):
-                if tensor.requires_grad:
+                if tensor.grad_fn is not None:  # a leaf was only passed through, and would keep the hook for good
                     tensor.register_hook(self._before_backward)  # type: ignore[no-untyped-call]
         return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
+
+    def _without_weights(self, output: object) -> object:
+        """Copy what the module returns of its weights, such as the first rows of a table: their memory is given back.
+
+        Raises :class:`UnsupportedFeature` for a weight inside an object whose parts cannot be exchanged.
+        """
+        if not any(self.unit.holds(tensor) for tensor in iterate_tensors(output)):
+            return output
+        output = map_tensors(output, lambda tensor: tensor.clone() if self.unit.holds(tensor) else tensor)
+        if any(self.unit.holds(tensor) for tensor in iterate_tensors(output)):
+            raise UnsupportedFeature(
+                f"{self.unit.plan.name or 'the model'} returns a weight of its own inside {type(output).__name__}; its "
+                "memory is given back after the forward: return a copy (.clone()), or in a tuple, list, dict or "
+                "dataclass",
+                [self.unit.plan.name],
+            )
+        return output
 
     def _before_backward(self, _gradient: Tensor) -> None:
         """Materialise; a tensor that was only passed through may get its gradient after the unit is done."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast, overload
 
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dmuon_runtime.adamw import AdamWSettings, AdamWTensors, adamw_update
-from dmuon_runtime.errors import NonFiniteGradient, SettingError, UnsupportedFeature
-from dmuon_runtime.groups import GroupDefaults, build_groups, learning_rate
+from dmuon_runtime.errors import NonFiniteGradient, ParamGroupError, SettingError, UnsupportedFeature
+from dmuon_runtime.groups import GroupDefaults, build_groups, check_numbers, learning_rate
 from dmuon_runtime.guard import guarded_orthogonalize
 from dmuon_runtime.guests import Guest, find_guests, local_part
 from dmuon_runtime.matrices import join_blocks, matrix_blocks
@@ -20,7 +21,8 @@ from dmuon_runtime.newton_schulz import NewtonSchulz
 from dmuon_runtime.outcome import StepOutcome, UpdateTotals
 from dmuon_runtime.pieces import Piece, collect_pieces
 from dmuon_runtime.progress import PROGRESS
-from dmuon_runtime.runtime import find_runtime
+from dmuon_runtime.roster import Roster
+from dmuon_runtime.runtime import clear_with, find_runtime, inner_model
 from dmuon_runtime.schedule import Call
 from dmuon_runtime.spans import start_span
 from dmuon_runtime.updates import apply_change, momentum_update
@@ -51,6 +53,7 @@ class Muon(torch.optim.Optimizer):
     ``skip`` leaves all weights and state as they are, ``raise`` raises :class:`NonFiniteGradient` on all ranks.
     With replicas or replicated storage new weights are published after the update: with ``replicate_async`` behind the
     next forward, whose units wait for theirs; else before :meth:`step` returns. The results are the same bit by bit.
+    ``orthogonalized`` counts the matrices that came back from Newton-Schulz, by parameter.
     """
 
     def __init__(
@@ -76,13 +79,16 @@ class Muon(torch.optim.Optimizer):
         self.guests = find_guests(model, runtime)
         defaults = GroupDefaults(lr, momentum, weight_decay, adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay)
         groups = build_groups(runtime, param_groups, defaults, self.guests)
-        _check_numbers(groups)
+        check_numbers(groups)
         super().__init__(groups, {})
-        self.runtime = runtime
+        self.runtime, self._roster = runtime, Roster(inner_model(model))
+        if model is not inner_model(model):
+            clear_with(model, runtime)
         self.nesterov, self.ns_steps, self.scale, self.non_finite = nesterov, ns_steps, scale, non_finite
         self.replicate_async = replicate_async
         self.newton_schulz = ns_backend if isinstance(ns_backend, NewtonSchulz) else _make_newton_schulz(ns_backend)
         self.last_step: StepOutcome | None = None
+        self.orthogonalized: Counter[str] = Counter()
         self.clip_norm: Tensor | None = None
         """Norm found by the clip that belongs to the coming step."""
         self._kept_places: dict[tuple[int, ...], Tensor] = {}
@@ -102,6 +108,15 @@ class Muon(torch.optim.Optimizer):
         for guest in self.guests:
             guest.parameter.grad = None
         self.clip_norm = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse once the optimizer is built: who trains, and where, is settled by then."""
+        if hasattr(self, "runtime"):
+            raise ParamGroupError(
+                "a group cannot be added to a built Muon: its parameters would have no owner. Make all parameters "
+                "before dedicate_params, and give all groups to Muon as param_groups"
+            )
+        super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refuse: torch would hand state out by position, and in the parameter's dtype."""
@@ -128,6 +143,7 @@ class Muon(torch.optim.Optimizer):
 
     def _step(self) -> None:
         runtime = self.runtime
+        self._roster.check()
         PROGRESS.enter("reduce")
         runtime.watch.note_outside()
         present = runtime.schedule.meet(Call.STEP)
@@ -148,6 +164,7 @@ class Muon(torch.optim.Optimizer):
             runtime.schedule.wait_published()
             PROGRESS.enter("newton_schulz")
             span = start_span(flags.device)
+            outcome.computed = True
             outcome.updates_by_route = self._apply([*pieces, *(g for g in self.guests if g.has_gradient)], gate)
             span.finish()
             PROGRESS.enter("publish")
@@ -219,6 +236,7 @@ class Muon(torch.optim.Optimizer):
             lr, decay = learning_rate(group), cast(float, group["weight_decay"])
             factors = [-lr * update_scale(self.scale, *block.shape[-2:]) for block in cut]
             parts = list(itertools.islice(results, len(cut)))
+            self.orthogonalized[piece.plan.name] += sum(math.prod(part.shape[:-2]) for part in parts)
             if len(cut) > 1:  # blocks of different shapes have factors of their own
                 parts, factors = [part * factor for part, factor in zip(parts, factors, strict=True)], [1.0]
             direction = join_blocks(parts, piece.master.shape, piece.plan.matrix_view)
@@ -260,18 +278,7 @@ def _check_settings(scale: str, non_finite: str, ns_steps: int) -> None:
         mistakes.append(f"scale must be one of {', '.join(_SCALES)}, not {scale!r}")
     if non_finite not in ("skip", "raise"):
         mistakes.append(f'non_finite must be "skip" or "raise", not {non_finite!r}')
-    if ns_steps < 1:
-        mistakes.append(f"ns_steps must be at least 1, not {ns_steps}")
-    if mistakes:
-        raise SettingError("; ".join(mistakes), mistakes)
-
-
-def _check_numbers(groups: Sequence[Mapping[str, object]]) -> None:
-    mistakes = [
-        f"{group['group_name']}: {key} must be finite and not negative, not {group[key]!r}"
-        for group in groups
-        for key in ("lr", "weight_decay", "momentum", "eps")
-        if key in group and not (0.0 <= float(cast(float, group[key])) < math.inf)
-    ]
+    if not isinstance(ns_steps, int) or ns_steps < 1:
+        mistakes.append(f"ns_steps must be a whole number of at least 1, not {ns_steps!r}")
     if mistakes:
         raise SettingError("; ".join(mistakes), mistakes)

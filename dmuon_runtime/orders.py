@@ -57,4 +57,5 @@ def _first_times(seen: Sequence[int]) -> list[int]:
 
 def _complete(order: Sequence[int], fallback: Sequence[int]) -> list[int]:
     """Return ``order`` with the units that it lacks at the end, as the fallback has them."""
-    return [*order, *(index for index in fallback if index not in set(order))]
+    found = set(order)
+    return [*order, *(index for index in fallback if index not in found)]

@@ -45,6 +45,8 @@ class StepOutcome:
         self._names = names
         self._norm = norm
         self.updates_by_route: dict[str, UpdateTotals] = {}
+        self.computed = False
+        """True when updates were computed and published; a device withholds those of a skipped step by itself."""
 
     @cached_property
     def offenders(self) -> tuple[str, ...]:

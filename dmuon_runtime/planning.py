@@ -35,7 +35,7 @@ from dmuon_runtime.policy import (
 )
 from dmuon_runtime.strictness import check_routes, check_views, view_warnings
 
-__all__ = ["PlanOptions", "Predicate", "ProcessGroupPolicy", "build_plan"]
+__all__ = ["PlanOptions", "Predicate", "ProcessGroupPolicy", "build_plan", "check_model"]
 
 Predicate = Callable[[str, nn.Parameter], bool]
 ProcessGroupPolicy = Literal["isolated", "shared"]
@@ -70,6 +70,12 @@ class PlanOptions:
         for name, value, allowed in choices:
             if value not in allowed:
                 raise SettingError(f"{name} {value!r} is unknown; use one of {', '.join(allowed)}")
+        for name in ("reshard_after_forward", "hook_boundary_strict", "strict_routes"):
+            if not isinstance(getattr(self, name), bool):
+                raise SettingError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        for name in ("hook_boundary_predicate", "route_hint_fn"):
+            if not (getattr(self, name) is None or callable(getattr(self, name))):
+                raise SettingError(f"{name} must be a function, not {getattr(self, name)!r}")
         if self.param_policy is not None and self.route_hint_fn is not None:
             raise PolicyError("param_policy and route_hint_fn both set routes; keep param_policy")
         parse_dtype(self.publish_dtype)
@@ -80,6 +86,9 @@ def build_plan(
 ) -> RuntimePlan:
     """Return the plan for ``mesh_shape`` (replicate, shard), or raise the :class:`DMuonError` that says why not."""
     _check_mesh_shape(mesh_shape, options)
+    check_model(model)
+    if not callable(predicate):
+        raise SettingError(f"predicate must be a function of a name and a parameter, not {predicate!r}")
     world_size = math.prod(mesh_shape)
     policy = parse_param_policy(options.param_policy)
     tree = ModuleTree(model)
@@ -113,6 +122,12 @@ def build_plan(
         guests=tuple(guests),
         warnings=(*warnings, *_policy_warnings(policy, chosen), *view_warnings(chosen, policies, tree)),
     )
+
+
+def check_model(model: object) -> None:
+    """Raise :class:`SettingError` for what is no module."""
+    if not isinstance(model, nn.Module):
+        raise SettingError(f"model must be a torch.nn.Module, not {type(model).__name__}")
 
 
 def _check_mesh_shape(mesh_shape: tuple[int, int], options: PlanOptions) -> None:

@@ -130,7 +130,12 @@ def open_grid(mesh: DeviceMesh, replicate_mesh: DeviceMesh | None, policy: str) 
     return grid
 
 
-def _check_mesh(role: str, mesh: DeviceMesh) -> None:
+def _check_mesh(role: str, mesh: object) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(
+            f"the {role} mesh must be a DeviceMesh of 1 axis, not {type(mesh).__name__}; make one with "
+            "init_device_mesh(device, (num_ranks,))"
+        )
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names
         raise MeshError(

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from dmuon_runtime.counters import Counters
-from dmuon_runtime.errors import NotDedicated, PeerFailed
+from dmuon_runtime.errors import NotDedicated, PeerFailed, UnsupportedFeature
 from dmuon_runtime.hooks import BackwardWatch
 from dmuon_runtime.plan import RuntimePlan
 from dmuon_runtime.schedule import Schedule
@@ -21,6 +21,7 @@ from dmuon_runtime.transport import Transport
 
 __all__ = [
     "Runtime",
+    "clear_with",
     "fail_together",
     "find_runtime",
     "get_counters",
@@ -54,6 +55,38 @@ def register_runtime(model: nn.Module, runtime: Runtime) -> None:
     """Remember the runtime of ``model``."""
     setattr(model, _ATTRIBUTE, runtime)
     _MODELS.add(model)
+    clear_with(model, runtime)
+    if runtime.plan.storage == "sharded":
+        model.register_state_dict_pre_hook(_refuse_saving)  # type: ignore[no-untyped-call]
+    model.register_load_state_dict_pre_hook(_refuse_loading)  # type: ignore[no-untyped-call]
+
+
+def clear_with(model: nn.Module, runtime: Runtime) -> None:
+    """Make ``model.zero_grad()`` clear what the runtime has reduced too, as it does in torch."""
+    plain = model.zero_grad
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        plain(set_to_none)
+        runtime.watch.note_outside()
+        runtime.schedule.zero_grad()
+
+    object.__setattr__(model, "zero_grad", zero_grad)
+
+
+def _refuse_saving(_model: nn.Module, _prefix: str, keep_vars: bool) -> None:
+    """Between uses parameters read as NaN; with ``keep_vars`` nobody wants their values."""
+    if not keep_vars:
+        raise UnsupportedFeature(
+            "model.state_dict() of a dedicated model would hold NaN: the weights are with their owners; use "
+            "dmuon.get_model_state_dict(model), on all ranks"
+        )
+
+
+def _refuse_loading(_model: nn.Module, *_rest: object) -> None:
+    raise UnsupportedFeature(
+        "model.load_state_dict() cannot reach the weights of a dedicated model, which are with their owners; use "
+        "dmuon.set_model_state_dict(model, state), on all ranks, or load before dedicate_params"
+    )
 
 
 def names_under_a_runtime(model: nn.Module) -> list[str]:

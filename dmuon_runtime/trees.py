@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-__all__ = ["cast_floating", "iterate_tensors"]
+__all__ = ["cast_floating", "iterate_tensors", "map_tensors"]
 
 T = TypeVar("T")
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, nn.Module)
@@ -42,26 +42,31 @@ def _children(value: object) -> list[object]:
 
 def cast_floating(value: T, dtype: torch.dtype) -> T:
     """Return ``value`` with every floating tensor in it cast to ``dtype``; containers keep their types."""
-    return cast(T, _cast(value, dtype))
+    return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
-def _cast(value: object, dtype: torch.dtype) -> object:
+def map_tensors(value: T, change: Callable[[Tensor], Tensor]) -> T:
+    """Return ``value`` with ``change`` of each tensor in sequences, mappings and dataclasses; they keep their types."""
+    return cast(T, _map(value, change))
+
+
+def _map(value: object, change: Callable[[Tensor], Tensor]) -> object:
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        return change(value)
     if isinstance(value, tuple):
-        items = [_cast(item, dtype) for item in value]
+        items = [_map(item, change) for item in value]
         kind = cast(Callable[..., object], type(value))
         return kind(*items) if hasattr(value, "_fields") else kind(items)
     if isinstance(value, list):
-        return type(value)(_cast(item, dtype) for item in value)
+        return type(value)(_map(item, change) for item in value)
     if isinstance(value, MutableMapping):
         changed = copy.copy(value)
         for key, item in value.items():
-            changed[key] = _cast(item, dtype)
+            changed[key] = _map(item, change)
         return changed
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         changed_object = copy.copy(value)
         for entry in dataclasses.fields(value):
-            object.__setattr__(changed_object, entry.name, _cast(getattr(value, entry.name), dtype))
+            object.__setattr__(changed_object, entry.name, _map(getattr(value, entry.name), change))
         return changed_object
     return value

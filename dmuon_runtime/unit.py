@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
-from torch import nn
+from torch import Tensor, nn
 
 from dmuon_runtime.buckets import Bucket
 from dmuon_runtime.plan import UnitPlan
@@ -53,6 +53,13 @@ class Unit:
     def parameters(self) -> list[nn.Parameter]:
         """All parameters of the unit, bucket by bucket."""
         return [parameter for bucket in self.buckets for parameter in bucket.parameters]
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Tell whether ``tensor`` is, or is a view of, weights whose memory is given back."""
+        if self.is_resident or type(tensor) not in (Tensor, nn.Parameter):
+            return False
+        address = tensor.untyped_storage().data_ptr()
+        return address != 0 and any(bucket.flat.untyped_storage().data_ptr() == address for bucket in self.buckets)
 
     def issue_gather(self, phase: str) -> None:
         """Start to materialise; buffers that are still alive get the same values again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from orchestrator._resource import Resource
 from worker.contract.kernels import Algorithm, BreakerState, CoefficientSet, Kernel, KernelTarget, SwapState
@@ -13,6 +13,9 @@ __all__ = [
     "BreakerChange", "BreakerResource", "BreakerWord", "KernelList", "KernelResource", "RuntimeBreaker", "SwapList",
     "SwapRequest", "SwapResource",
 ]  # fmt: skip
+
+Why = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=500)]
+"""A reason, which blanks alone are not."""
 
 
 class KernelResource(Resource):
@@ -85,7 +88,7 @@ class BreakerChange(BaseModel):
     """``trip`` and ``force`` pin the fallback; ``reset`` lets the kernel run and trip again, and closes what tripped by
     itself; ``disable`` pins the kernel, whatever happens, and must expire; ``observe`` counts failures and trips on
     none."""
-    reason: str = Field(min_length=1, max_length=500)
+    reason: Why
     scope: str = "all"
     """``all`` (jobs that live and jobs to come), or the id of a job."""
     expires_in_s: Annotated[float, Field(gt=0, le=30 * 86_400)] | None = None
@@ -111,7 +114,7 @@ class SwapRequest(BaseModel):
     kernel: Kernel | None = None
     algorithm: Algorithm | None = None
     coefficients: CoefficientSet | None = None
-    reason: str = Field(min_length=1, max_length=500)
+    reason: Why
     expected_epoch: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     """Refuse the swap unless this is the number of the last word on this job's kernels."""
 

@@ -321,9 +321,15 @@ def error_of_status(status: int, detail: str) -> ServiceError:
 
 
 def field_errors_of(entries: Sequence[Any]) -> tuple[FieldError, ...]:
-    """Return pydantic's error entries as field errors; the pointer begins with where the value was looked for."""
+    """Return pydantic's error entries as field errors, with what was found where that is a plain value.
+
+    The pointer begins with where the value was looked for.
+    """
     found = []
     for entry in entries:
         pointer = "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in entry["loc"])
-        found.append(FieldError(pointer=pointer, code=entry["type"], message=entry["msg"]))
+        message, given = entry["msg"].removeprefix("Value error, "), entry.get("input")
+        if isinstance(given, str | int | float):
+            message += f", found {str(given)[:80]!r}" if isinstance(given, str) else f", found {given}"
+        found.append(FieldError(pointer=pointer, code=entry["type"], message=message))
     return tuple(found)

@@ -10,9 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dmuon_runtime.kernels import SymmetricKernel
+from dmuon_runtime.kernels import KERNELS, SymmetricKernel
+from dmuon_runtime.ledger import LEDGER
 
-__all__ = ["Fault", "Faulty"]
+__all__ = ["Fault", "Faulty", "Impostor"]
 
 Fault = Literal["none", "raise", "nan", "wrong", "slow"]
 
@@ -54,3 +55,16 @@ class Faulty(SymmetricKernel):
         if self.fault == "slow":
             time.sleep(self.amount)
         return result * (1.0 + self.amount) if self.fault == "wrong" else result
+
+
+class Impostor(Faulty):
+    """Answers to its name and lets another kernel do the work, or, ``silently``, does it where nobody counts."""
+
+    silently = False
+
+    def symmetric(self, a: Tensor, b: Tensor, c: Tensor | None = None, **settings: object) -> Tensor:
+        """As in the base class."""
+        if self.silently:
+            with LEDGER.muted():
+                return KERNELS["cublas"].symmetric(a, b, c, **settings)  # type: ignore[arg-type]
+        return KERNELS["cublas"].symmetric(a, b, c, **settings)  # type: ignore[arg-type]

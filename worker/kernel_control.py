@@ -20,7 +20,7 @@ from worker.contract.kernels import FALLBACK_KERNEL, Kernel, SwapOrder
 from worker.contract.messages import Milestone
 from worker.contract.spec import KernelsSpec
 from worker.control import Directive
-from worker.kernels import KernelSwitch, NsCalls, SampledNewtonSchulz, applied, check_numerics
+from worker.kernels import KernelSwitch, NsCalls, SampledNewtonSchulz, applied, check_numerics, launched
 from worker.swap import Swap, SwapEvent, SwapPhase
 
 __all__ = ["KernelControl"]
@@ -198,14 +198,15 @@ class KernelControl:
         return None
 
     def _difference(self) -> str | None:
-        """Compare what was applied in the step with what the new kernel has to do; None when they agree."""
+        """Compare what was launched in the step with what the new kernel has to do; None when they agree."""
         switch, calls = self._switch, self._calls
         reason = self._avoided(switch.spec, switch.newton_schulz)
         if reason is not None:
             return f"did not run it: {reason}"
         wanted = switch.newton_schulz.expected(calls.shapes[self._rank], calls.dtype, switch.device, calls.steps)
-        found = applied(self._before, ledger.snapshot())
-        if set(found) <= set(wanted) and bool(found) == bool(wanted):
+        after = ledger.snapshot()
+        found = launched(self._before, after)
+        if found <= set(wanted) and bool(found) == bool(wanted) and set(applied(self._before, after)) <= found:
             return None
         texts = [" and ".join(f"{k} {a}" for k, a in sorted(keys)) or "nothing" for keys in (found, wanted)]
         return f"launched {texts[0]}, and {texts[1]} was asked for"

@@ -37,7 +37,7 @@ from worker.contract.spec import KernelsSpec
 
 __all__ = [
     "KernelSwitch", "NsCalls", "SampledNewtonSchulz", "applied", "check_numerics", "decide_kernel",
-    "kernel_availability", "launched_kernel", "make_newton_schulz", "ns_calls", "with_target",
+    "kernel_availability", "launched", "launched_kernel", "make_newton_schulz", "ns_calls", "with_target",
 ]  # fmt: skip
 
 _log = logging.getLogger(__name__)
@@ -98,14 +98,23 @@ def applied(
     return {key: number for key, number in more.items() if number}
 
 
-def launched_kernel(before: Mapping[tuple[str, str], NsCount], after: Mapping[tuple[str, str], NsCount]) -> str | None:
-    """Return the kernel with most applied matrices between two snapshots of the ledger; None without any.
+def launched(
+    before: Mapping[tuple[str, str], NsCount], after: Mapping[tuple[str, str], NsCount]
+) -> frozenset[tuple[str, str]]:
+    """Return the (kernel, algorithm) that launched something between two snapshots, comparisons left out."""
+    return frozenset(key for key, count in after.items() if count.launches > before.get(key, NsCount()).launches)
 
-    Launches alone do not say it: what is tried or compared is launched too.
+
+def launched_kernel(before: Mapping[tuple[str, str], NsCount], after: Mapping[tuple[str, str], NsCount]) -> str | None:
+    """Return the kernel with most applied matrices, of those that launched something between two snapshots; else None.
+
+    Launches alone do not say it: where a kernel failed, both it and the fallback were launched.
     """
-    matrices: dict[str, int] = {}
+    ran = launched(before, after)
+    matrices = dict.fromkeys(sorted(kernel for kernel, _ in ran), 0)
     for (kernel, _), number in applied(before, after).items():
-        matrices[kernel] = matrices.get(kernel, 0) + number
+        if kernel in matrices:
+            matrices[kernel] += number
     return max(matrices, key=lambda name: matrices[name], default=None)
 
 

@@ -49,6 +49,7 @@ class StepFacts:
     orthogonality_error: float | None
     ns_before: Mapping[tuple[str, str], ledger.NsCount]
     fallback_calls: int = 0
+    offenders: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -61,6 +62,7 @@ class Reporter:
     first_step: int = 0
     """Steps that were done before this reporter was made."""
     _skipped: int = 0
+    _withheld: int = 0
     _tokens: int = 0
     _seconds: float = 0.0
     _buckets: list[int] = field(default_factory=lambda: [0] * (len(STEP_SECONDS_BUCKETS) + 1))
@@ -75,6 +77,7 @@ class Reporter:
         last = self.driver.optimizer.last_step
         assert last is not None, "a step was done"
         self._skipped += last.skipped
+        self._withheld += last.skipped and last.computed
         self._tokens += facts.tokens
         self._seconds += facts.seconds
         self._buckets[bisect.bisect_left(STEP_SECONDS_BUCKETS, facts.seconds)] += 1
@@ -89,6 +92,7 @@ class Reporter:
             grad_norm=facts.grad_norm,
             skipped=last.skipped,
             skipped_total=self._skipped,
+            withheld_total=self._withheld,
             tokens_total=self._tokens,
             step_seconds=facts.seconds,
             step_seconds_sum=self._seconds,
@@ -104,6 +108,7 @@ class Reporter:
             kernel=None if facts.kernel is None else Kernel(launched_kernel(facts.ns_before, counts) or facts.kernel),
             kernel_epoch=facts.kernel_epoch,
             fallback_calls=facts.fallback_calls,
+            offenders=facts.offenders,
             compared_launches=self._compared(),
             memory_bytes=self._memory_bytes(),
             lr=self.driver.rates(),

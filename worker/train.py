@@ -22,6 +22,7 @@ import dmuon_runtime as dmuon
 from dmuon_runtime import ledger
 from dmuon_runtime.newton_schulz import Choices
 from dmuon_runtime.progress import PROGRESS
+from worker.attestation import Attestation
 from worker.baseline_plan import BaselinePlan
 from worker.batches import micro_batches, num_micro_batches
 from worker.checkpointing import RunCheckpoints, kernel_record, open_checkpoints
@@ -101,6 +102,7 @@ def _build(rank: Rank) -> _Loop:
     driver: Driver
     switch: KernelSwitch | None = None
     control: KernelControl | None = None
+    attestation: Attestation | None = None
     if isinstance(plan, BaselinePlan):
         driver = baseline_driver(spec, model, mesh, device)
     else:
@@ -109,12 +111,13 @@ def _build(rank: Rank) -> _Loop:
         calls = _ns_calls(rank, plan)
         _prepare(rank, calls, switch)
         control = KernelControl(rank.rank, switch, calls)
+        attestation = Attestation(rank.rank, plan, switch, calls)
     exchange = Exchange(rank.store, rank.rank, spec.world_size, rank.settings.collective_timeout_s)
     checkpoints = open_checkpoints(rank, driver.checkpointed(exchange), corpus, plan.hash)
     voice = tuple[int, ...] if control is None else control.voice
     agreement = Agreement(rank.mailbox, timeout_s=rank.settings.collective_timeout_s, voice=voice)
     reporter = Reporter(rank.rank, device, driver, checkpoints.first_step)
-    return _Loop(rank, corpus, plan, driver, switch, control, agreement, reporter, checkpoints)
+    return _Loop(rank, corpus, plan, driver, switch, control, attestation, agreement, reporter, checkpoints)
 
 
 def _confirm(rank: Rank, plan_hash: str, fingerprint: str) -> None:
@@ -179,6 +182,7 @@ class _Loop:
     switch: KernelSwitch | None
     """Of the runtime's Newton-Schulz; None with a baseline, which has its own."""
     control: KernelControl | None
+    attestation: Attestation | None
     agreement: Agreement
     reporter: Reporter
     checkpoints: RunCheckpoints
@@ -250,6 +254,7 @@ class _Loop:
             orthogonality_error=None if self.switch is None else self.switch.newton_schulz.last_error,
             ns_before=before,
             fallback_calls=0 if self.switch is None else self.switch.guard.fallback_calls,
+            offenders=() if self.attestation is None else self.attestation.offenders,
         )
         report = self.reporter.report(facts)
         self.rank.sink(report)
@@ -259,7 +264,7 @@ class _Loop:
         self.ns = report.ns
         if isinstance(self.plan, dmuon.RuntimePlan) and not self.verified and report.skipped_total == 0:
             self.verified = True
-            found = differences(spec, self.plan, self.rank.rank, report, report.steps_done)
+            found = [*differences(spec, self.plan, self.rank.rank, report, report.steps_done), *report.offenders]
             message = "; ".join(found) or "the first step did exactly what the plan says"
             tell(self.rank, "routes_verified", message, rank_zero_only=not found, ok=not found)
 
@@ -267,9 +272,20 @@ class _Loop:
         if self.switch is not None:
             self.switch.newton_schulz.sample_next = step % self.rank.settings.orthogonality_every_steps == 0
         PROGRESS.enter("newton_schulz")
-        self.driver.optimizer.step()
+        if self.attestation is None:
+            self.driver.optimizer.step()
+        else:
+            self.attestation.begin()
+            self.driver.optimizer.step()
+            self._attest(step)
         PROGRESS.enter("publish")
         self.driver.optimizer.zero_grad()
+
+    def _attest(self, step: int) -> None:
+        assert self.attestation is not None and isinstance(self.driver, DmuonDriver), "the two come together"
+        optimizer = self.driver.optimizer
+        assert optimizer.last_step is not None, "a step was done"
+        self.attestation.end(step + 1, optimizer.orthogonalized, computed=optimizer.last_step.computed)
 
     @contextmanager
     def _together(self) -> Iterator[None]:

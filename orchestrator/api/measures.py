@@ -107,7 +107,7 @@ def _routes(
     complete = len(totals) == plan.world_size
     step = min((report.step for report in totals.values()), default=0) if complete else 0
     done = min((report.steps_done for report in totals.values()), default=0) if complete else 0
-    skipped = max((report.skipped_total for report in totals.values()), default=0)
+    skipped = max((report.skipped_total - report.withheld_total for report in totals.values()), default=0)
     ns = ns_figures(totals.values())
     return r.RoutesResource(
         optimizer=plan.optimizer,

@@ -6,9 +6,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import typer
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from rich.console import Console
 
 from orchestrator.client import Client
@@ -17,10 +18,11 @@ from orchestrator.processes import ProcessRecord
 from orchestrator.settings import Settings
 
 __all__ = [
-    "BAD_INPUT", "FAILED", "connected", "console", "errors", "failures", "print_json", "read_file",
+    "BAD_INPUT", "FAILED", "connected", "console", "errors", "failures", "print_json", "read_file", "requested",
     "server_record_path",
 ]  # fmt: skip
 
+Asked = TypeVar("Asked", bound=BaseModel)
 FAILED, BAD_INPUT = 1, 2
 _WIDTH = 120
 """Columns of what goes to a file or a pipe, which have no width of their own."""
@@ -60,6 +62,17 @@ def connected(url: str | None) -> Iterator[Client]:
         token = words[0] if words else None
         with Client(where, token) as client:
             yield client
+
+
+def requested(kind: type[Asked], **fields: object) -> Asked:
+    """Return a request made of options; ends with code 2, naming each that is not allowed."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        for wrong in error.errors():
+            option = "--" + "-".join(map(str, wrong["loc"])).removesuffix("_s").replace("_", "-")
+            errors.print(f"{option}: {wrong['msg']}, found {str(wrong['input'])[:80]!r}", style="red", markup=False)
+        raise typer.Exit(BAD_INPUT) from None
 
 
 def read_file(path: Path) -> str:

@@ -65,8 +65,8 @@ def quota(
     """Show what projects may use at once and use; with a project, set it. A bound that is left out is none."""
     with c.connected(url) as client:
         if project is not None:
-            change = r.QuotaChange(
-                cpus=cpus, gpus=gpus, memory_bytes=memory_bytes, jobs=jobs, waiting_jobs=waiting_jobs
+            change = c.requested(
+                r.QuotaChange, cpus=cpus, gpus=gpus, memory_bytes=memory_bytes, jobs=jobs, waiting_jobs=waiting_jobs
             )
             client.set_quota(project, change)
         found = client.quotas()

@@ -62,13 +62,13 @@ def trip(
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Send a kernel's work to the fallback, in running jobs too."""
-    change = r.BreakerChange(action="trip", reason=reason, scope=scope, expires_in_s=expires_in)
+    change = c.requested(r.BreakerChange, action="trip", reason=reason, scope=scope, expires_in_s=expires_in)
     _change(kernel, change, url, as_json)
 
 
 def reset(kernel: str, reason: Reason, scope: Scope = "all", url: Url = None, as_json: AsJson = False) -> None:
     """Let a kernel run again, and trip again; what tripped by itself is closed."""
-    _change(kernel, r.BreakerChange(action="reset", reason=reason, scope=scope), url, as_json)
+    _change(kernel, c.requested(r.BreakerChange, action="reset", reason=reason, scope=scope), url, as_json)
 
 
 def force(
@@ -76,7 +76,7 @@ def force(
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Pin the fallback in place of a kernel."""
-    change = r.BreakerChange(action="force", reason=reason, scope=scope, expires_in_s=expires_in)
+    change = c.requested(r.BreakerChange, action="force", reason=reason, scope=scope, expires_in_s=expires_in)
     _change(kernel, change, url, as_json)
 
 
@@ -85,7 +85,7 @@ def disable(
     scope: Scope = "all", url: Url = None, as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Pin a kernel: its breaker does not trip, for a time that must be said."""
-    change = r.BreakerChange(action="disable", reason=reason, scope=scope, expires_in_s=expires_in)
+    change = c.requested(r.BreakerChange, action="disable", reason=reason, scope=scope, expires_in_s=expires_in)
     _change(kernel, change, url, as_json)
 
 
@@ -94,7 +94,7 @@ def observe(
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Count a kernel's failures without tripping on them."""
-    change = r.BreakerChange(action="observe", reason=reason, scope=scope, expires_in_s=expires_in)
+    change = c.requested(r.BreakerChange, action="observe", reason=reason, scope=scope, expires_in_s=expires_in)
     _change(kernel, change, url, as_json)
 
 
@@ -124,10 +124,10 @@ def swap(
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Swap what a running job's Newton-Schulz is done with, on all ranks at one step. Exit code 1: it did not hold."""
+    """Swap what a running job's Newton-Schulz is done with, on all ranks at one step. Exit code 1: it does not hold."""
     if kernel is None and algorithm is None and coefficients is None:
         raise typer.BadParameter("say --kernel, --algorithm or --coefficients")
-    request = r.SwapRequest(kernel=kernel, algorithm=algorithm, coefficients=coefficients, reason=reason)
+    request = c.requested(r.SwapRequest, kernel=kernel, algorithm=algorithm, coefficients=coefficients, reason=reason)
     with c.connected(url) as client:
         found = _await(client, client.swap(job_id, request, key=uuid.uuid4().hex), wait_s)
     if as_json:
@@ -135,7 +135,7 @@ def swap(
     else:
         where = "" if found.step is None else f" at step {found.step}, epoch {found.epoch}"
         c.console.print(f"swap {found.id} to {found.target}: {found.state}{where}  {found.message}", markup=False)
-    if found.state in (SwapState.ROLLED_BACK, SwapState.FAILED):
+    if found.state is not SwapState.COMMITTED and (found.final or wait_s > 0):
         raise typer.Exit(c.FAILED)
 
 

@@ -1,4 +1,4 @@
-"""Did what ran match the plan? Newton-Schulz matrices and payload bytes, counted and planned, side by side. Pure."""
+"""Did what ran match the plan? Matrices, payload bytes and launched kernels, counted beside what was planned. Pure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RoutesVerdict:
             return f"after step {self.step} what ran is not what was planned: " + "; ".join(self.differences)
         return (
             f"after step {self.step}: {self.matrices} matrices orthogonalised and {self.payload_bytes} bytes "
-            "communicated by all ranks, as planned"
+            "communicated by all ranks, as planned; what was launched is what was chosen"
         )
 
 
@@ -59,20 +59,22 @@ def decide_routes_verified(plan: PlanReport, reports: Sequence[RankReport]) -> R
     step, skipped = steps.pop(), max(report.skipped_total for report in reports)
     done = min(report.steps_done for report in reports)
     matrices = sum(total.matrices for report in reports for total in report.ns)
-    planned_matrices = plan.ns_matrices * (done - skipped)
-    counted, planned = _counted_bytes(reports), _planned_bytes(plan, done, skipped)
+    left_out = skipped - max(report.withheld_total for report in reports)
+    planned_matrices = plan.ns_matrices * (done - left_out)
+    counted, planned = _counted_bytes(reports), _planned_bytes(plan, done, left_out)
     differences = [
         f"{route}/{phase}: {counted[route, phase]} bytes counted, {planned[route, phase]} planned"
         for route, phase in sorted(counted.keys() | planned.keys())
         if counted[route, phase] != planned[route, phase]
     ]
-    offenders = _ranks_with_other_matrices(plan, reports, done - skipped)
+    offenders = _ranks_with_other_matrices(plan, reports, done - left_out)
     if matrices != planned_matrices or offenders:
         text = f"{matrices} matrices orthogonalised, {planned_matrices} planned"
         differences.insert(0, f"{text} ({', '.join(offenders)})" if offenders else text)
+    differences += [f"rank {report.rank}: {text}" for report in reports for text in report.offenders]
     if len({report.first_step for report in reports}) > 1:
         differences.insert(0, "the ranks do not agree on the step at which the attempt began")
-    if len({report.skipped_total for report in reports}) > 1:
+    if len({(report.skipped_total, report.withheld_total) for report in reports}) > 1:
         differences.insert(0, "the ranks do not agree on how many steps were skipped")
     return RoutesVerdict(
         step=step,

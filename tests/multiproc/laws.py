@@ -18,7 +18,8 @@ from tests.multiproc.models import POLICY, make
 from tests.multiproc.reference import Backward, PolarNewtonSchulz, ReferenceTrainer
 
 __all__ = [
-    "Run", "Setting", "assert_same_order", "assert_traffic", "dedicate", "hold_to_reference", "meshes", "world_mesh",
+    "Run", "Setting", "assert_planned", "assert_same_order", "assert_traffic", "dedicate", "hold_to_reference",
+    "meshes", "world_mesh",
 ]  # fmt: skip
 
 
@@ -138,6 +139,32 @@ def assert_traffic(run: Run, passes: int, without: tuple[str, ...] = ()) -> None
     assert counted.ns_planned_matrices == plan.ranks[dist.get_rank()].matrices * passes
 
 
+def assert_planned(run: Run) -> None:
+    """Whatever ran: passes that reduce and gather in a backward are whole ones of the plan, with exactly its bytes.
+
+    A forward gathers whole rounds, and single units again that some rank needs once more; an update publishes what was
+    present. So these two carry planned buckets only. A second backward over one Z2 forward gathers as a forward does.
+    """
+    counted, plan = dmuon.get_counters(run.model).snapshot().comm, dmuon.get_plan(run.model)
+    predicted = dict(plan.rank_traffic[dist.get_rank()])
+    predicted |= {(route, "backward"): item for (route, phase), item in predicted.items() if phase == "forward"}
+    assert set(counted) <= set(predicted), f"{set(counted) - set(predicted)}: the plan does not know of it"
+    for phase in ("reduce", "backward"):
+        kinds = [(key, item) for key, item in predicted.items() if key[1] == phase]
+        passes = {counted[key].collectives / item.collectives if key in counted else 0.0 for key, item in kinds}
+        assert len(passes) <= 1 and all(value.is_integer() for value in passes), (phase, passes)
+        for key, item in kinds:
+            assert (counted[key].payload_bytes if key in counted else 0) == item.payload_bytes * passes.copy().pop(), (
+                key
+            )
+    rounds = {bucket.numel for bucket in plan.buckets}
+    for where, what in run.log:
+        if where.endswith("weights") and not what.startswith("None"):
+            assert int(what.rpartition(" ")[2]) in rounds, f"{what} is no bucket of the plan"
+    keys = [key for key in predicted if key[1] == "forward"]
+    assert all(counted[key].collectives >= predicted[key].collectives for key in keys), "the first round is whole"
+
+
 def hold_to_reference(
     backward: Backward,
     setting: Setting | None = None,
@@ -176,6 +203,7 @@ def hold_to_reference(
         trainer.step(reference_backward or backward, step)
     assert_close(run.model, plain, setting.tolerance)
     assert_same_order(run)
+    assert_planned(run)
     return run
 
 

@@ -90,11 +90,52 @@ class _Passing(ToyLM):
         return self.lm_head(self.norm(x))
 
 
+class _Table(nn.Module):
+    """Returns its weight, or a view of it, as learned positions and queries do."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(9, 12))
+        self.how = how
+
+    def forward(self, length: int) -> Tensor | tuple[dict[str, Tensor], int]:
+        """Return [length, 12], or all of [9, 12]."""
+        if self.how == "whole":
+            return self.gain
+        return self.gain[:length] if self.how == "rows" else ({"rows": self.gain[:length]}, length)
+
+
+class _Positions(ToyLM):
+    """Multiplies by what a table returns, so that its values are read after it and again in the backward."""
+
+    def __init__(self, how: str) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.table = _Table(how)
+        nn.init.normal_(self.table.gain, mean=1.0, std=0.3)
+
+    def _call(self, block: nn.Module, x: Tensor) -> Tensor:
+        found = self.table(x.shape[1])
+        rows = found[0]["rows"] if isinstance(found, tuple) else found
+        return super()._call(block, x * rows[: x.shape[1]])
+
+
 def _passed_through() -> None:
     for reshard in (True, False):
         hold_to_reference(calling(((1, 1, 1),)), _setting(reshard), lambda: _Passing().double())
+        for how in ("whole", "rows", "nested"):
+            run = hold_to_reference(
+                calling(((1, 1, 1),)),
+                _setting(reshard),
+                lambda how=how: _Positions(how).double(),  # type: ignore[misc]
+            )
+            with torch.no_grad():
+                kept = run.model.table(7)
+            run.optimizer.step()
+            kept = kept[0]["rows"] if isinstance(kept, tuple) else kept
+            assert kept.isfinite().all(), "what a caller keeps stays readable"
 
 
 def test_inputs_handed_on() -> None:
-    """An output that is an input gets its gradient after the unit is done; it must not bring the weights back."""
+    """An output that is an input must not bring the weights back; one that is a weight must not lose its memory."""
     run_ranks(2, _passed_through)

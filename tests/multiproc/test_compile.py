@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import dmuon_runtime as dmuon
 from tests.multiproc.harness import run_ranks
-from tests.multiproc.laws import Setting, dedicate
+from tests.multiproc.laws import Setting, assert_same_order, assert_traffic, dedicate
 from tests.multiproc.models import batch, lm_loss, make
 
 pytestmark = pytest.mark.multiproc
@@ -41,6 +41,8 @@ def _train(backend: _Counting | None, reshard: bool, inner: bool) -> dict[str, T
         lm_loss(model, batch(step, dist.get_rank())).backward()
         run.optimizer.step()
         run.optimizer.zero_grad()
+    assert_same_order(run)
+    assert_traffic(run, STEPS)
     return dmuon.get_model_state_dict(model)
 
 

@@ -172,8 +172,10 @@ def clearing_laws(setting: Setting) -> None:
             run.optimizer.zero_grad()
             if dist.get_rank() == 0:
                 _one(run.model, step, 0, micro=7)
-            run.optimizer.zero_grad()  # rank 1 takes part in that backward only when it steps
+            run.model.zero_grad()  # rank 1 takes part in that backward only when it steps
             run.optimizer.step()
+            _one(run.model, step, dist.get_rank(), micro=8)
+            run.optimizer.zero_grad()  # its last reductions are in flight, and no step has waited for them
             _one(run.model, step, dist.get_rank())
             run.optimizer.step()
             run.optimizer.zero_grad()
@@ -208,6 +210,8 @@ def non_finite_laws(setting: Setting = TWO) -> None:
             run.optimizer.step()
             assert run.optimizer.last_step is not None
             assert run.optimizer.last_step.skipped
+            on_device = weight.device.type == "cuda"
+            assert run.optimizer.last_step.computed == on_device, "a device withholds by itself what it computed"
             assert run.optimizer.last_step.offenders == (poisoned,)
             after = dmuon.get_model_state_dict(run.model)
             assert all(torch.equal(before[name], after[name]) for name in before if name != "seen")

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dmuon_runtime as dmuon
 from tests.multiproc.harness import run_ranks
-from tests.multiproc.laws import meshes, world_mesh
+from tests.multiproc.laws import Run, assert_planned, meshes, world_mesh
 from tests.multiproc.models import POLICY, batch, lm_loss, make
 from tests.multiproc.reference import PolarNewtonSchulz, ReferenceTrainer
 
@@ -97,6 +97,7 @@ def _hold(model: nn.Module, optimizer: dmuon.Muon, norms: list[float], accumulat
     for step in range(3):
         trainer.step(backward, step)
     assert norms == pytest.approx(trainer.norms, rel=1e-6)
+    assert_planned(Run(model, optimizer, []))
     state = dmuon.get_model_state_dict(model)
     dmuon.set_model_state_dict(model, {name: value * 3 for name, value in state.items()})
     dmuon.set_model_state_dict(model, state)
@@ -139,7 +140,7 @@ def _accumulation() -> None:
             _loss(model, step, 2).backward()
             norms.append(float(dmuon.clip_grad_norm_(optimizer, 0.5)))
             optimizer.step()
-            optimizer.zero_grad()
+            model.zero_grad()  # of the wrapper, or of the model: as good as the optimizer's
         passes = dmuon.get_counters(model).snapshot().comm["muon", "reduce"].collectives
         assert passes == 3 * dmuon.get_plan(model).traffic["muon", "reduce"].collectives
         _hold(model, optimizer, norms, accumulate=True)

@@ -273,11 +273,19 @@ def _settings_are_refused() -> None:
     model, _ = _fresh()
     bad: list[dict[str, object]] = [
         {"ns_steps": 0}, {"scale": "big"}, {"non_finite": "ignore"}, {"ns_backend": "fast"}, {"lr": math.nan},
-        {"lr": -0.1}, {"weight_decay": math.inf},
+        {"lr": -0.1}, {"weight_decay": math.inf}, {"lr": "fast"}, {"lr": torch.ones(2)}, {"adamw_betas": (1.0, 0.9)},
+        {"adamw_betas": 0.9}, {"ns_steps": 2.5},
     ]  # fmt: skip
     for options in bad:
-        with pytest.raises(dmuon.SettingError):
+        with pytest.raises(dmuon.SettingError, match=next(iter(options)).removeprefix("adamw_")):
             dmuon.Muon(model, **options)  # type: ignore[arg-type]
+    for max_norm in (0.0, math.nan, "1", None):
+        with pytest.raises(dmuon.SettingError, match="max_norm"):
+            dmuon.clip_grad_norm_(dmuon.Muon(model), max_norm)  # type: ignore[arg-type]
+    with pytest.raises(dmuon.SettingError, match="not SGD"):
+        dmuon.clip_grad_norm_(torch.optim.SGD(model.parameters()), 1.0)  # type: ignore[arg-type]
+    groups = [{"params": list(model.parameters()), "eps": 1e-7, "adamw_eps": 1e-6}]
+    assert {group.get("eps") for group in dmuon.Muon(model, param_groups=groups).param_groups} == {None, 1e-6}
     assert find_runtime(model).plan.num_matrices == 6
 
 

@@ -152,7 +152,31 @@ def _hint_and_boundaries() -> None:
         dmuon.plan_params(make(), 2, lambda name, p: True, route_hint_fn=hint, param_policy=POLICY)
 
 
+def _traffic_is_planned() -> None:
+    """Gradients twice as wide as weights: each phase has its own bytes, counted as they were planned."""
+    seen = Observed({"param_dtype": "bf16", "grad_dtype": "fp32"})
+    plan = dmuon.get_plan(seen.model).rank_traffic[dist.get_rank()]
+    counted = dmuon.get_counters(seen.model).snapshot().comm
+    assert {key: item.payload_bytes for key, item in counted.items()} == {
+        key: item.payload_bytes for key, item in plan.items()
+    }
+    assert seen.payload("reduce") == 2 * seen.payload("forward")
+
+
+def _narrow_sums() -> None:
+    """Two gradients of 40 000 have a sum that float16 cannot hold, and a mean that it can."""
+    model = nn.Linear(4, 4, bias=False)
+    dmuon.dedicate_params(model, world_mesh(), lambda *_: True, param_policy={"defaults": {"grad_dtype": "fp16"}})
+    optimizer = dmuon.Muon(model)
+    (model(torch.eye(4)).sum() * 40_000).backward()
+    assert float(dmuon.clip_grad_norm_(optimizer, 1e9)) == pytest.approx(160_000, rel=1e-3)
+    optimizer.step()
+    assert optimizer.last_step is not None and not optimizer.last_step.skipped
+
+
 def _every_law() -> None:
+    _traffic_is_planned()
+    _narrow_sums()
     _wire_and_state()
     _activations()
     _set_up_refusals()

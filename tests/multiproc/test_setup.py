@@ -44,6 +44,11 @@ def _refusals() -> None:
         dmuon.dedicate_params(ToyLM(), two_axes, _trains, param_policy=POLICY)
     with pytest.raises(dmuon.NotDedicated):
         dmuon.Muon(model)
+    with pytest.raises(ZeroDivisionError if rank == 1 else dmuon.PlanMismatch, match="by zero"):
+        dmuon.dedicate_params(ToyLM(), mesh, lambda name, _: bool(1 // (1 - rank)), param_policy=POLICY)
+    for wrong, message in (({"mesh": 2}, "not int"), ({"model": "toy"}, "not str"), ({"predicate": True}, "not True")):
+        with pytest.raises(dmuon.DMuonError, match=message):
+            dmuon.dedicate_params(**{"model": ToyLM(), "mesh": mesh, "predicate": _trains, **wrong})  # type: ignore[arg-type]
     if rank == 0:
         assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
@@ -57,6 +62,7 @@ def _second_time() -> None:
     run.model.register_parameter("late", nn.Parameter(torch.ones(3)))
     with pytest.raises(dmuon.UnmanagedParameters, match="late"):
         dmuon.Muon(run.model)
+    del run.model.late
     plan = dmuon.plan_params(make(), dist.get_world_size(), _trains, param_policy=POLICY)
     assert plan.hash == dmuon.get_plan(run.model).hash
     if dist.get_rank() == 0:
@@ -67,10 +73,45 @@ def _second_time() -> None:
             dmuon.clip_grad_norm_(run.optimizer, 1.0)
 
 
+def _changed_later() -> None:
+    """What trains when a step begins, and did not when the optimizer was built, has nobody: each way to get there."""
+
+    def unfrozen(model: nn.Module) -> None:
+        model.get_parameter("norm.bias").requires_grad_(True)
+
+    def replaced(model: nn.Module) -> None:
+        model.get_submodule("norm").bias = nn.Parameter(torch.zeros(12))
+
+    def whole_module(model: nn.Module) -> None:
+        model.norm = nn.LayerNorm(12, elementwise_affine=True)
+
+    def compiled(model: nn.Module) -> None:
+        model.layers = nn.ModuleList(torch.compile(layer, backend="eager") for layer in model.layers)  # type: ignore[union-attr]
+
+    for change in (unfrozen, replaced, whole_module, compiled):
+        model = make()
+        model.norm.bias.requires_grad_(change is not unfrozen)
+        run = dedicate(model, Setting())
+        run.optimizer.step()
+        change(model)
+        if change is compiled:
+            run.optimizer.step()  # other modules around the same parameters
+        else:
+            with pytest.raises(dmuon.UnmanagedParameters, match=r"norm\.bias: unfrozen, replaced or added after"):
+                run.optimizer.step()
+    with pytest.raises(dmuon.ParamGroupError, match="param_groups"):
+        run.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(dmuon.UnsupportedFeature, match="get_model_state_dict"):
+        run.model.state_dict()
+    with pytest.raises(dmuon.UnsupportedFeature, match="set_model_state_dict"):
+        run.model.load_state_dict({})
+
+
 def test_refusals_reach_every_rank() -> None:
     """Different models, a policy refused on one rank, an empty match, a forgotten parameter, a mesh of two axes."""
     run_ranks(2, _refusals)
     run_ranks(2, _second_time)
+    run_ranks(1, _changed_later)
 
 
 def _states() -> None:

@@ -15,16 +15,19 @@ import pytest
 import torch
 
 from dmuon_runtime.kernels import registered_kernel
-from tests.faulty_kernel import Fault, Faulty
+from tests.faulty_kernel import Fault, Faulty, Impostor
 from tests.worker.gang import Run, Told, run_gang, train_once
 from tests.worker.specs import tiny_spec
 from worker.contract.messages import Milestone, RankReport
 from worker.contract.spec import JobSpec
+from worker.rendezvous import connect_store
 
 pytestmark = pytest.mark.multiproc
 
 Body = RankReport | Milestone
 NUM_SWAPS = 200
+_ENDED = "ended"
+"""Key under which the swapped run leaves its number of steps."""
 NUM_OF_KERNELS = 150
 """Swaps of kernels and forms, which change no loss but by rounding; coefficient sets, which do, are among the rest."""
 TARGETS: tuple[dict[str, str], ...] = (
@@ -38,14 +41,14 @@ SETS: tuple[dict[str, str], ...] = (
 
 
 def spec_of(steps: int, *, mesh: dict[str, int] | None = None, num_ranks: int = 2, **kernels: Any) -> JobSpec:
-    """One small layer in training on two ranks, or on one that does the sequences of both."""
+    """One small layer in training on two ranks, or on one that does the sequences of both at once."""
     config = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
     config |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2)
     return tiny_spec(
         2,
         model={"type": "llama", "config": config},
         data=tiny_spec().data.model_dump(exclude_none=True) | {"sequence_length": 8},
-        training={"steps": steps, "global_batch": 2, "micro_batch": 1, "clip_grad_norm": 1.0},
+        training={"steps": steps, "global_batch": 2, "micro_batch": 2 // num_ranks, "clip_grad_norm": None},
         optimizer={"muon": {"lr": 2e-4}, "adamw": {"lr": 2e-5}},
         kernels={"kernel": "blocked"} | kernels,
         mesh=mesh or {"shard": num_ranks},
@@ -68,7 +71,22 @@ def silent(run: Run, body: Body) -> None:
     """Say nothing."""
 
 
+def _alone(addresses: list[str]) -> tuple[Told, list[float]]:
+    """Train on without swaps, beside the two ranks, until as many steps are done as they did."""
+    ended = connect_store(addresses[0], 60)
+
+    def follow(run: Run, body: Body) -> None:
+        done = len(run.told.steps)
+        if done % 10 == 0 and ended.check([_ENDED]) and done >= int(ended.get(_ENDED)):
+            run.mailbox.stop()
+
+    alone = train_once(spec_of(20_000, num_ranks=1), addresses[1], 0, follow)
+    return alone, [step.loss for step in alone.steps]
+
+
 def _many_swaps(rank: int, addresses: list[str]) -> tuple[Told, list[float]]:
+    if rank == 2:
+        return _alone(addresses)
     orders = itertools.chain(itertools.islice(itertools.cycle(TARGETS), NUM_OF_KERNELS), itertools.cycle(SETS))
 
     def drive(run: Run, body: Body) -> None:
@@ -94,21 +112,23 @@ def _many_swaps(rank: int, addresses: list[str]) -> tuple[Told, list[float]]:
         for name in ("quack", "cute_sm80"):  # what needs a GPU is played by others under its name
             stack.enter_context(registered_kernel(Faulty("none", name=name)))
         swapped = train_once(spec_of(20_000, mesh={"replicate": 2}), addresses[0], rank, drive)
-    if rank:
-        return swapped, []
-    alone = train_once(spec_of(len(swapped.steps), num_ranks=1), addresses[1], rank, silent)
-    return swapped, [step.loss for step in alone.steps]
+    if rank == 0:
+        connect_store(addresses[0], 60).set(_ENDED, str(len(swapped.steps)))
+    return swapped, []
 
 
 @pytest.mark.timeout(240)
 def test_two_hundred_swaps_under_load() -> None:
-    ranks = run_gang(2, _many_swaps, num_stores=2, deadline_s=200)
+    *ranks, (_, losses) = run_gang(3, _many_swaps, num_stores=2, deadline_s=200)
     kernels = hold_never_mixed([swapped for swapped, _ in ranks])
     assert set(kernels) == {"blocked", "cublas", "quack", "cute_sm80"}
-    told, losses = ranks[0]
+    assert not any(step.offenders for swapped, _ in ranks for step in swapped.steps), "all launched what was chosen"
+    told, _ = ranks[0]
     assert len(told.named("swap_committed")) == NUM_SWAPS and not told.named("swap_rolled_back")
     assert told.steps[-1].epoch >= NUM_SWAPS and sum(step.fallback_calls for step in told.steps) == 0
     found, same = [step.loss for step in told.steps], told.facts["steps"]
+    losses = losses[: len(found)]
+    assert len(losses) == len(found)
     assert found[:same] == pytest.approx(losses[:same], rel=1e-5), "as if nothing had been swapped, in every step"
     assert found[same:] == pytest.approx(losses[same:], rel=1e-3), "another set of coefficients is another iteration"
     assert found[-1] != pytest.approx(losses[-1], rel=1e-5), "and shows that it ran"
@@ -136,7 +156,7 @@ def stop(run: Run) -> None:
 
 
 def _refusals(rank: int, addresses: list[str]) -> dict[str, Told]:
-    """One refuses by its numbers, one is late, one fails in the step of the change; each in a run of its own."""
+    """One refuses by its numbers, one is late, one fails in the step of the change, one has another kernel do it."""
     released, done = threading.Event(), ("swap_rolled_back", "swap_committed")
     healthy, late = Faulty("none", name="quack"), Faulty("none", name="quack", off_main=released.wait)
     found: dict[str, Told] = {}
@@ -165,13 +185,19 @@ def _refusals(rank: int, addresses: list[str]) -> dict[str, Told]:
         found["late"] = train_once(spec_of(5000), addresses[1], rank, release)
     with registered_kernel(Faulty("raise" if rank == 1 else "none", name="quack")):
         found["raises"] = train_once(spec_of(5000), addresses[2], rank, until(done, stop))
+    with registered_kernel(Impostor("none", name="quack") if rank == 1 else healthy):
+        found["impostor"] = train_once(spec_of(5000), addresses[3], rank, until(done, stop))
+        found["from the start"] = train_once(spec_of(2, kernel="quack"), addresses[4], rank, silent)
     return found
 
 
 @pytest.mark.timeout(120)
-def test_a_rank_that_refuses_or_is_late_or_fails_takes_all_ranks_back() -> None:
-    ranks = run_gang(2, _refusals, num_stores=3)
+def test_a_rank_that_refuses_is_late_fails_or_does_something_else_takes_all_ranks_back() -> None:
+    ranks = run_gang(2, _refusals, num_stores=5)
     kernels = {name: hold_never_mixed([told[name] for told in ranks]) for name in ranks[0]}
+    at_once = ranks[1].pop("from the start").named("routes_verified")[0]
+    assert not at_once.data["ok"] and "step 1 launched cublas where quack was chosen" in at_once.message
+    assert ranks[0].pop("from the start").named("routes_verified")[0].data["ok"], "each rank speaks for itself"
     last = {name: told.named("swap_rolled_back")[-1].message for name, told in ranks[0].items()}
     refusal = ranks[1]["wrong"].named("swap_refused")[0].message
     assert "rank 1 refuses the swap: on a random" in refusal and last["wrong"] == "rank 1 refused"
@@ -191,6 +217,14 @@ def test_a_rank_that_refuses_or_is_late_or_fails_takes_all_ranks_back() -> None:
     assert ranks[1]["raises"].steps[-1].fallback_calls > 0 == ranks[0]["raises"].steps[-1].fallback_calls
     moved = [(note.data["kernel"], note.data["to"]) for note in ranks[0]["raises"].named("breaker_changed")]
     assert ("quack", "open") in moved
+
+    assert last["impostor"] == "rank 1 launched something else", "whatever it is called"
+    refusal = ranks[1]["impostor"].named("swap_refused")[0].message
+    assert "launched cublas direct and cublas gram, and quack direct and quack gram was asked for" in refusal
+    offenders = {name: {step.offenders for step in told.steps} for name, told in ranks[1].items()}
+    assert {len(found) for name, found in offenders.items() if name != "impostor"} == {1}, offenders
+    assert len(offenders["impostor"]) == 2, "what nobody chose is told from that step on"
+    assert all("launched cublas where quack was chosen" in said for (said,) in offenders["impostor"] - {()})
 
 
 FAULTS: dict[Fault, tuple[str, float]] = {
@@ -250,7 +284,7 @@ def _lost(number: int, addresses: list[str]) -> tuple[str, float] | None:
     def hit(run: Run, body: Body) -> None:
         until((), stop)(run, body)
         if rank == 1 and pair and isinstance(body, RankReport) and "quack" in run.told.steps[-1].applied:
-            time.sleep(10.0 if pair == 2 else 0.0)
+            time.sleep(6.0 if pair == 2 else 0.0)
             os._exit(3)
         begin[0] = time.monotonic()
 

@@ -212,6 +212,10 @@ def test_kernels_are_steered_from_the_command_line(world: World, client: Client)
     run("swap", job, "--reason", "nothing asked", code=2)
     assert "disabled (epoch 2)" in run("disable", "quack", "--reason", "pin it", "--expires-in", "60")
     run("disable", "quack", "--reason", "without an end", code=2)
+    for words in (("trip", "quack"), ("observe", "quack"), ("reset", "quack"), ("swap", job, "--kernel", "cublas")):
+        assert "--reason: String should have at least 1 character, found ' '" in run(*words, "--reason", " ", code=2)
+    said = run("force", "quack", "--reason", "x", "--expires-in", "1e9", code=2)
+    assert "--expires-in: Input should be less than or equal to 2592000, found" in said
     assert "metrics_only" in run("observe", "blocked", "--reason", "look", "--scope", job)
     shown = run("breaker", "quack")
     assert "closed -> disabled" in shown and "pin it" in shown

@@ -97,6 +97,27 @@ def test_verification_names_each_difference() -> None:
     )
 
 
+def test_verification_names_what_a_rank_launched_and_nobody_chose() -> None:
+    said = "step 3 launched cublas where quack was chosen"
+    reports = [make_report(0, 5), make_report(1, 5).model_copy(update={"offenders": (said,)})]
+    verdict = decide_routes_verified(PLAN, reports)
+    assert verdict is not None and not verdict.verified
+    assert verdict.differences == (f"rank 1: {said}",)
+
+
+def test_verification_counts_skipped_steps_that_a_device_computed_all_the_same() -> None:
+    """On a GPU a skipped step orthogonalises and publishes like any other, and the device withholds the update."""
+    publish = PLAN.traffic[0].model_copy(update={"phase": "publish"})
+    plan = PLAN.model_copy(update={"traffic": (*PLAN.traffic, publish)})
+    ran = make_report(0, 5).comm[0].model_copy(update={"phase": "publish"})
+    reports = [make_report(rank, 5, skipped=2, matrices=5 * MATRICES) for rank in (0, 1)]
+    reports = [each.model_copy(update={"comm": (*each.comm, ran), "withheld_total": 2}) for each in reports]
+    verdict = decide_routes_verified(plan, reports)
+    assert verdict is not None and verdict.verified, verdict
+    verdict = decide_routes_verified(plan, [each.model_copy(update={"withheld_total": 0}) for each in reports])
+    assert verdict is not None and not verdict.verified, "had they been left out, that would be too much"
+
+
 def test_verification_sees_errors_of_two_ranks_that_cancel() -> None:
     spare = make_report(0, 1, matrices=1).ns
     reports = [make_report(0, 1, matrices=MATRICES - 1), make_report(1, 1).model_copy(update={"ns": spare})]

@@ -81,6 +81,9 @@ def test_a_swap_that_is_rolled_back_says_which_rank_refused_and_why(world: World
     tell(world, job, "swap_committed", swap=asked["number"])
     assert look(world, job, asked["id"])["state"] == "rolled_back", "an end is an end"
     assert value(scrape(world), "dmuon_kernel_swaps_total", result="rolled_back") == 1
+    ask(world, job, kernel="cublas")
+    world.turn()
+    assert world.attempt(job).policies[-1].target is None, "no later attempt starts with what was taken back"
 
 
 def test_one_swap_at_a_time_and_only_while_the_job_trains(world: World) -> None:
@@ -92,7 +95,9 @@ def test_one_swap_at_a_time_and_only_while_the_job_trains(world: World) -> None:
     first = ask(world, job)
     assert first["id"] in ask(world, job, 409)["detail"]
     assert ask(world, "none", 404)["code"] == "not_found"
-    assert ask(world, job, 422, kernel="fast")["errors"][0]["pointer"] == "/body/kernel"
+    (wrong,) = ask(world, job, 422, kernel="fast")["errors"]
+    assert wrong["pointer"] == "/body/kernel" and wrong["message"].endswith(", found 'fast'")
+    assert ask(world, job, 422, reason="  ")["errors"][0]["pointer"] == "/body/reason", "blanks say no why"
     empty = world.client.post(f"/v1/jobs/{job}/kernel-swaps", json={"reason": "x"})
     assert empty.status_code == 422 and "at least one of kernel" in empty.text
     assert world.client.get(f"/v1/jobs/{job}/kernel-swaps/none").status_code == 404

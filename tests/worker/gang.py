@@ -27,6 +27,7 @@ class Step:
     """Matrices by kernel, from the ledger."""
     fallback_calls: int
     memory_bytes: int
+    offenders: tuple[str, ...]
 
 
 @dataclass
@@ -72,7 +73,7 @@ class Run:
             counted[str(entry.kernel)] = counted.get(str(entry.kernel), 0) + entry.matrices
         more = {name: number - self._counted.get(name, 0) for name, number in counted.items()}
         applied = {name: number for name, number in more.items() if number}
-        step = Step(body.loss, body.kernel_epoch, applied, body.fallback_calls, body.memory_bytes)
+        step = Step(body.loss, body.kernel_epoch, applied, body.fallback_calls, body.memory_bytes, body.offenders)
         self._counted = counted
         self.told.steps.append(step)
 

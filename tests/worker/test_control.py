@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from multiprocessing.connection import Connection
-
 import pytest
 import torch
 
+from tests.worker.gang import run_gang
 from worker.contract.kernels import Kernel, KernelPolicy, KernelTarget, SwapOrder
 from worker.control import Agreement, Directive, Mailbox
 
@@ -48,16 +46,15 @@ def test_alone_a_message_counts_from_the_step_after_the_next() -> None:
     assert [agreement.next(last=False).stop for _ in range(2)] == [False, True]
 
 
-def _member(rank: int, address: str, pipe: Connection) -> None:
-    import torch
+def _member(rank: int, addresses: list[str]) -> list[tuple[int, list[str], bool]]:
     import torch.distributed as dist
 
     from worker.rendezvous import connect_store, join_group, leave_group
 
-    join_group(connect_store(address, 30), rank, 2, torch.device("cpu"), join_timeout_s=30, timeout_s=30)
+    join_group(connect_store(addresses[0], 30), rank, 2, torch.device("cpu"), join_timeout_s=30, timeout_s=30)
     mailbox = Mailbox()
     agreement = Agreement(mailbox, timeout_s=30)
-    seen = []
+    seen: list[tuple[int, list[str], bool]] = []
     for step in range(12):
         if step == 3 and rank == 0:
             mailbox.set_kernels(KernelPolicy(epoch=1, tripped=frozenset({Kernel.BLOCKED})))
@@ -70,25 +67,12 @@ def _member(rank: int, address: str, pipe: Connection) -> None:
         if directive.stop:
             break
         dist.barrier()
-    pipe.send(seen)
     leave_group()
+    return seen
 
 
 @pytest.mark.multiproc
 def test_two_ranks_change_and_stop_together() -> None:
-    from worker.rendezvous import serve_store
-
-    store = serve_store("127.0.0.1", 30)
-    context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    for rank in range(2):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_member, args=(rank, f"127.0.0.1:{store.port}", theirs), daemon=True)
-        process.start()
-        pipes.append(ours)
-        processes.append(process)
-    seen = [pipe.recv() if pipe.poll(60) else None for pipe in pipes]
-    for process in processes:
-        process.join(10)
+    seen = run_gang(2, _member)
     assert seen[0] == seen[1]
     assert seen[0] == [(0, [], False)] * 4 + [(1, ["blocked"], False)] * 3 + [(1, ["blocked"], True)]

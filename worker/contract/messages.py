@@ -83,6 +83,8 @@ class RankReport(Message):
     skipped: bool
     """True when a non-finite gradient made all ranks skip the update."""
     skipped_total: int
+    withheld_total: int = 0
+    """Of the skipped steps, those that were computed all the same: a GPU withholds an update by itself."""
     tokens_total: int
     """Tokens that this rank has read."""
     step_seconds: float
@@ -103,6 +105,9 @@ class RankReport(Message):
     """Newton-Schulz calls of this rank whose kernel failed, and that the fallback did instead."""
     compared_launches: dict[Kernel, int] = {}
     """Launches whose results were only compared with another kernel's; they are not in :attr:`ns`."""
+    offenders: tuple[str, ...] = ()
+    """What this rank launched that was not chosen, and parameters whose matrices were not orthogonalised as planned, in
+    words; once there is something it stays."""
     memory_bytes: int
     """Resident set of the process, or memory allocated on its GPU."""
     lr: dict[str, float]
