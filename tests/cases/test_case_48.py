@@ -21,14 +21,15 @@ def test_a_supervisor_that_dies_while_it_starts_its_ranks_leaves_no_room_taken(s
     """
     with service.client() as client:
         scene = Scene(service, client)  # it looks at this service's Ray alone, whatever else runs on the machine
-        before = {process.pid for process in scene.actors("Supervisor")}
+        before = {process.pid for kind in ("Supervisor", "RankActor") for process in scene.actors(kind)}
         job = submit(client, small(training={"steps": 3}, failure={"backoff_s": 0.1}))
         wait_for(client, job.id, lambda seen: seen.state == "STARTING")
         deadline = time.monotonic() + 30
-        while not (own := [process for process in scene.actors("Supervisor") if process.pid not in before]):
-            assert time.monotonic() < deadline, "no supervisor appeared"
-            time.sleep(0.005)
-        own[0].kill()
+        while not [process for process in scene.actors("RankActor") if process.pid not in before]:
+            assert time.monotonic() < deadline, "no rank appeared"
+            time.sleep(0.005)  # killed before that, Ray itself might start the supervisor again
+        (own,) = [process for process in scene.actors("Supervisor") if process.pid not in before]
+        own.kill()
         ended = wait_until_ended(client, job.id)
         assert (ended.state, len(ended.attempts)) == ("SUCCEEDED", 2), f"{ended.state} {ended.message} {ended.attempts}"
         assert ended.attempts[0].end_reason == "worker_lost"
