@@ -19,11 +19,8 @@ that was started takes up to 20 s more.
 from __future__ import annotations
 
 import argparse
-import shutil
-import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._end_to_end_plan import Plan, decide_plan
+from benchmarks._own_story import expect_given_back, running, tell_story
 from benchmarks._watching import (
     SLACK_BYTES,
     Gpus,
@@ -47,7 +45,6 @@ from benchmarks.common import write_result
 from orchestrator import resources as r
 from orchestrator.cli.own_service import OwnService
 from orchestrator.client import Client
-from orchestrator.errors import ServiceError
 from worker.contract.kernels import Kernel
 
 __all__ = ["main"]
@@ -269,14 +266,8 @@ class Story:
         return entries[0]
 
     def given_back(self) -> None:
-        """Expect that Ray has all its resources and the GPUs are as they were."""
-
-        def amounts(amount: str) -> dict[tuple[str, ...], float]:
-            return self.scrape().by("dmuon_cluster_resources", "resource", amount=amount)
-
-        self.told.wait(lambda: amounts("free") == amounts("total") != {}, "Ray's resources are free", timeout_s=30)
-        self.told.say(f"  ok    Ray has everything back ({ {key[0]: v for key, v in amounts('free').items()} })")
-        expect_free(self.told, self.idle)
+        """Expect that everything was given back."""
+        expect_given_back(self.told, self.service.url, self.idle)
 
     def compare_losses(self) -> None:
         """Expect the same losses on all numbers of workers, far below the first of all."""
@@ -333,16 +324,9 @@ def _tell(options: argparse.Namespace, told: Transcript, state_dir: Path) -> Sto
         told.say(f"before: {used}; {len(idle.processes)} processes")
     extra = {"DMUON_PREPARE_KERNELS": "1"} if options.prepare else {}
     service = OwnService(state_dir, num_cpus=2 if options.cpu else None, extra=extra)
-    try:
-        with service, service.client() as client:
-            told.say(f"the service is up: {service.url}")
-            story = Story(plan, service, client, told, idle)
-            story.run()
-    except BaseException:
-        print(f"--- the end of {service.log} ---\n{service.log_tail()}", file=sys.stderr)
-        raise
-    told.say()
-    told.expect(not service.left, "the service and its Ray are down, no process is left", service.left or "")
+    with running(service, told) as client:
+        story = Story(plan, service, client, told, idle)
+        story.run()
     expect_free(told, idle)
     return story
 
@@ -356,25 +340,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _stop(number: int, _: object) -> None:
-    signal.signal(number, signal.SIG_IGN)  # what was started is being ended: once is enough
-    raise Violated(f"expected: to run to the end; found: {signal.Signals(number).name}")
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run it; 0 when every expectation held."""
     options = _parse(arguments)
-    signal.signal(signal.SIGTERM, _stop)
-    told = Transcript(time.monotonic() + options.limit_s)
-    state_dir = Path(tempfile.mkdtemp(prefix="dmuon-e2e-"))
-    try:
-        story = _tell(options, told, state_dir)
-    except (Violated, ServiceError) as error:
-        told.say(f"FAILED  {error}")
+    ended = tell_story(options.limit_s, lambda told, state_dir: _tell(options, told, state_dir))
+    if ended is None:
         return 1
-    finally:
-        shutil.rmtree(state_dir, ignore_errors=True)
-    told.say(f"everything held, in {time.monotonic() - told.began:.0f} s")
+    story, told = ended
     workers = story.plan.sizes[0]
     write_result(f"gpu_end_to_end-{workers}", story.rows, sizes=story.plan.sizes, **story.facts, transcript=told.lines)
     return 0

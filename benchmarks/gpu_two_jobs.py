@@ -14,10 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._end_to_end_plan import Plan, decide_plan
-from benchmarks._watching import Gpus, Scrape, Transcript, Violated, expect_free, gpus_now, scrape
+from benchmarks._own_story import expect_given_back, running, tell_story
+from benchmarks._watching import Gpus, Transcript, Violated, gpus_now
 from benchmarks.common import write_result
 from orchestrator import resources as r
 from orchestrator.cli.own_service import OwnService
 from orchestrator.client import Client
-from orchestrator.errors import ServiceError
 
 __all__ = ["main"]
 
@@ -77,7 +74,7 @@ class Story:
         self.reach(gone, (saved.step or 0) + STEPS)
         self.compare(gone, smaller, saved.step or 0)
         self.cancel(gone)
-        self.given_back()
+        expect_given_back(self.told, self.service.url, self.idle)
 
     def submit(self, name: str, workers: int, *, priority: int = 0, resume: str | None = None) -> r.JobResource:
         """Submit a job."""
@@ -135,20 +132,6 @@ class Story:
         self.told.wait(lambda: self.client.job(job.id).terminal, f"{job.name} ends", timeout_s=60)
         self.told.say(f"POST /v1/jobs/{job.id}:cancel: {self.client.job(job.id).state}")
 
-    def given_back(self) -> None:
-        """Expect that Ray has all its resources, and the GPUs are as they were."""
-
-        def amounts(look: Scrape, amount: str) -> dict[tuple[str, ...], float]:
-            return look.by("dmuon_cluster_resources", "resource", amount=amount)
-
-        def free() -> bool:
-            look = scrape(self.service.url)
-            return amounts(look, "free") == amounts(look, "total") != {}
-
-        self.told.wait(free, "Ray's resources are free", timeout_s=30)
-        self.told.say("  ok    Ray has everything back")
-        expect_free(self.told, self.idle)
-
 
 def _tell(options: argparse.Namespace, told: Transcript, state_dir: Path) -> Story:
     idle = None if options.cpu else gpus_now()
@@ -157,21 +140,10 @@ def _tell(options: argparse.Namespace, told: Transcript, state_dir: Path) -> Sto
     if idle is not None and gpus > have:
         raise Violated(f"expected: {gpus} GPUs; found: {have}. --cpu runs the same story without any")
     service = OwnService(state_dir, num_cpus=gpus if options.cpu else None)
-    try:
-        with service, service.client() as client:
-            told.say(f"the service is up: {service.url}")
-            story = Story(decide_plan(2, cpu=options.cpu), gpus, service, client, told, idle)
-            story.run()
-    except BaseException:
-        print(f"--- the end of {service.log} ---\n{service.log_tail()}", file=sys.stderr)
-        raise
-    told.expect(not service.left, "the service and its Ray are down, no process is left", service.left or "")
+    with running(service, told) as client:
+        story = Story(decide_plan(2, cpu=options.cpu), gpus, service, client, told, idle)
+        story.run()
     return story
-
-
-def _stop(number: int, _: object) -> None:
-    signal.signal(number, signal.SIG_IGN)  # what was started is being ended: once is enough
-    raise Violated(f"expected: to run to the end; found: {signal.Signals(number).name}")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -181,17 +153,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--cpu", action="store_true", help="gloo, a tiny model, kernels that run everywhere")
     parser.add_argument("--limit-s", type=float, default=420.0)
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, _stop)
-    told = Transcript(time.monotonic() + options.limit_s)
-    state_dir = Path(tempfile.mkdtemp(prefix="dmuon-two-"))
-    try:
-        story = _tell(options, told, state_dir)
-    except (Violated, ServiceError) as error:
-        told.say(f"FAILED  {error}")
+    ended = tell_story(options.limit_s, lambda told, state_dir: _tell(options, told, state_dir))
+    if ended is None:
         return 1
-    finally:
-        shutil.rmtree(state_dir, ignore_errors=True)
-    told.say(f"everything held, in {time.monotonic() - told.began:.0f} s")
+    story, told = ended
     write_result(f"gpu_two_jobs-{story.gpus}", story.rows, transcript=told.lines)
     return 0
 

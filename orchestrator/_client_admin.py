@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import TypeVar
-
-from pydantic import BaseModel
-
 from orchestrator import resources as r
+from orchestrator._client_base import Caller
 
 __all__ = ["AdminCalls"]
 
-M = TypeVar("M", bound=BaseModel)
 
-
-class AdminCalls(ABC):
+class AdminCalls(Caller):
     """The part of :class:`~orchestrator.client.Client` about reasons, checkpoints, quotas and the audit."""
 
     def explain(self, job_id: str) -> r.Explanation:
@@ -40,16 +33,3 @@ class AdminCalls(ABC):
         """Return who changed what, newest first."""
         params = {name: str(value) for name, value in {"before": before, "target": target}.items() if value is not None}
         return self._ask(r.AuditPage, "GET", "/v1/audit", params=params)
-
-    @abstractmethod
-    def _ask(
-        self,
-        kind: type[M],
-        method: str,
-        path: str,
-        *,
-        content: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        params: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
-    ) -> M: ...
