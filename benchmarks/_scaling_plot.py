@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks._verdicts import LOSS_TOLERANCE
 from benchmarks.common import RESULTS, print_table
 from benchmarks.cost_model import predict
 from benchmarks.workloads import WORKLOADS
@@ -15,8 +16,6 @@ from dmuon_runtime.chips import CHIPS, ChipFigures, chip_key, find_chip
 __all__ = ["compare_losses", "plot", "predicted_rows", "results_of"]
 
 Result = Mapping[str, Any]
-LOSS_TOLERANCE = {"cpu": 1e-4, "cuda": 2e-2}
-"""Largest relative difference between the losses of one step on different meshes: float32, and bfloat16 compute."""
 
 
 def results_of(workload: str, folder: Path = RESULTS) -> list[Result]:

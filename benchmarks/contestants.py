@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -122,10 +124,32 @@ def _dedicated(
     return Contestant(model, [optimizer], counted=True)
 
 
+def public_dmuon(model: nn.Module, grid: DeviceMesh, reshard: bool, dtype: torch.dtype) -> Contestant:
+    """The public dmuon package (X-Square-Robot) for matrices, FSDP2 for the rest: its defaults, our dtypes and rates.
+
+    It patches FSDP2 when it is imported, so that what it owns is left to it.
+    """
+    public = import_module("dmuon")
+    public.dedicate_params(
+        model,
+        grid["shard"],
+        _is_matrix,
+        replicate_mesh=grid["replicate"] if grid.size(0) > 1 else None,
+        reshard_after_forward=reshard,
+        param_policy={"defaults": {"param_dtype": dtype, "grad_dtype": torch.float32}},
+    )
+    _shard(model, _mesh_of(grid), reshard, dtype, set())
+    rates = {"adamw_lr": ADAMW_LR, "adamw_weight_decay": WEIGHT_DECAY}
+    return Contestant(model, [public.Muon(model, LR, weight_decay=WEIGHT_DECAY, **rates)])
+
+
 def _mesh_of(grid: DeviceMesh) -> DeviceMesh:
     return grid if grid.size(0) > 1 else grid["shard"]
 
 
-BUILDERS: Mapping[str, Callable[[nn.Module, DeviceMesh, bool, torch.dtype], Contestant]] = {
+Builder = Callable[[nn.Module, DeviceMesh, bool, torch.dtype], Contestant]
+BUILDERS: dict[str, Builder] = {
     "fsdp2 + adamw": fsdp_adamw, "fsdp2 + torch muon": fsdp_muon, "ours pure": ours_pure, "ours hybrid": ours_hybrid,
 }  # fmt: skip
+if importlib.util.find_spec("dmuon") is not None:  # never a dependency
+    BUILDERS["public dmuon"] = public_dmuon

@@ -39,6 +39,10 @@ class Workload:
             model: nn.Module = LlamaForCausalLM(config)
         return model.train()
 
+    def num_elements(self) -> int:
+        """Return how many weights the model has."""
+        return sum(parameter.numel() for parameter in self.build(torch.device("meta")).parameters())
+
     def tokens(self, step: int, rank: int, device: torch.device) -> Tensor:
         """Return the batch of a step, int64 [batch, sequence]."""
         generator = torch.Generator().manual_seed(1_000_003 * step + rank)
