@@ -70,7 +70,8 @@ def plot(results: Sequence[Result], path: Path, chip: str | None = None) -> None
         axes.plot(*zip(*points, strict=True), "o-", color=colors[name], label=name)
     if figures is not None:
         predictions = predicted_rows(results, figures)
-        print_table(tuple(predictions[0]), [["-" if v is None else v for v in row.values()] for row in predictions])
+        if predictions:
+            print_table(tuple(predictions[0]), [["-" if v is None else v for v in row.values()] for row in predictions])
         for name, points in _series(predictions, "predicted %"):
             axes.plot(*zip(*points, strict=True), "x--", color=colors.get(name), label=f"{name}, predicted")
     worlds = sorted({int(result["world_size"]) for result in results})

@@ -14,12 +14,12 @@ import dmuon_runtime as dmuon
 from dmuon_runtime.process_groups import Axis
 from dmuon_runtime.runtime import find_runtime
 from dmuon_runtime.transport import Handle, Transport
-from tests.multiproc.models import POLICY, make
+from tests.multiproc.models import POLICY, batch, lm_loss, make
 from tests.multiproc.reference import Backward, PolarNewtonSchulz, ReferenceTrainer
 
 __all__ = [
-    "Run", "Setting", "assert_planned", "assert_same_order", "assert_traffic", "dedicate", "hold_to_reference",
-    "meshes", "world_mesh",
+    "Run", "Setting", "assert_planned", "assert_same_order", "assert_traffic", "bfloat16_law", "dedicate",
+    "hold_to_reference", "meshes", "world_mesh",
 ]  # fmt: skip
 
 
@@ -215,3 +215,51 @@ def assert_close(model: nn.Module, plain: nn.Module, tolerance: float) -> None:
     for name, value in expected.items():
         error = (state[name].double() - value.double()).norm() / value.double().norm().clamp_min(1e-30)
         assert error <= tolerance, f"{name}: relative error {float(error):.3e} on rank {dist.get_rank()}"
+
+
+def bfloat16_law(setting: Setting, steps: int = 5, tolerance: float = 1e-2) -> None:
+    """Compute in bfloat16, reduce in float32, accumulate twice a step: losses are those of one rank that has all data.
+
+    The other ranks' sequences are trained on this rank alone, by a mesh of one rank; Newton-Schulz is the real one.
+    """
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    tokens = torch.cat([batch(0, number) for number in range(4)])[:8]
+    alone = init_device_mesh(device_type(), (world_size, 1), mesh_dim_names=("others", "shard"))["shard"]
+    expected = _bfloat16_losses(setting, (alone, None), tokens, steps, 1)
+    losses = _bfloat16_losses(setting, meshes(setting.replicas), tokens[rank::world_size], steps, world_size)
+    assert expected[-1] < expected[0] - 0.1, f"it learns: {expected}"
+    worst = max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
+    assert worst <= tolerance, f"losses {losses} on {world_size} ranks, {expected} on one"
+
+
+def _bfloat16_losses(
+    setting: Setting, axes: tuple[DeviceMesh, DeviceMesh | None], tokens: Tensor, steps: int, world_size: int
+) -> list[float]:
+    """Train a float32 model on ``tokens``, two backwards a step; return the mean losses over ``world_size`` ranks."""
+    model = make(dtype=torch.float32).to(device_type())
+    policy = {
+        "defaults": {"param_dtype": "bf16", "grad_dtype": "fp32"},
+        "overrides": [*POLICY["overrides"], {"name": "lm_head", "set": {"output_dtype": "fp32"}}],  # type: ignore[misc]
+    }
+    dmuon.dedicate_params(
+        model, axes[0], setting.predicate, param_policy=policy, replicate_mesh=axes[1], storage=setting.storage,
+        reshard_after_forward=setting.reshard, process_group_policy=setting.group_policy,  # type: ignore[arg-type]
+    )  # fmt: skip
+    widths = {(b.gather_bytes / b.numel, b.reduce_bytes / b.numel) for b in dmuon.get_plan(model).buckets}
+    assert widths == {(2.0, 4.0)}, "bytes of an element on the wire: weights, gradients"
+    optimizer = dmuon.Muon(model, replicate_async=setting.replicate_async)
+    losses = []
+    for _ in range(steps):
+        first, second = tokens.chunk(2)
+        with dmuon.no_sync(model):
+            loss = lm_loss(model, first) / 2
+            loss.backward()
+        other = lm_loss(model, second) / 2
+        other.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = (loss + other).detach().float()
+        if world_size > 1:
+            dist.all_reduce(total)
+        losses.append(float(total) / world_size)
+    return losses

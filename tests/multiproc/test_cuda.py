@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 import dmuon_runtime as dmuon
 from tests.multiproc.harness import run_ranks
-from tests.multiproc.laws import Setting, dedicate, hold_to_reference
+from tests.multiproc.laws import Setting, bfloat16_law, dedicate, hold_to_reference
 from tests.multiproc.models import make
 from tests.multiproc.test_calls import DIVERGENT, calling
 from tests.multiproc.test_equality import plain_backward
-from tests.multiproc.test_gradients import non_finite_laws
+from tests.multiproc.test_gradients import accumulation_laws, non_finite_laws
 from tests.multiproc.test_random import programs
 
 NUM_GPUS = torch.cuda.device_count()
@@ -60,6 +60,18 @@ def _replicas() -> None:
 def test_replicas_and_replicated_storage(world_size: int) -> None:
     """Equality, waiting and not waiting for publications, steps skipped on the device, shared groups."""
     run_ranks(world_size, _replicas, backend="nccl", deadline_s=120)
+
+
+def _accumulation_and_bfloat16() -> None:
+    accumulation_laws(Setting(steps=2))
+    for setting in (Setting(), Setting(reshard=False), *_modes()):
+        bfloat16_law(setting)
+
+
+@pytest.mark.parametrize("world_size", WORLDS[1:])
+def test_accumulation_and_bfloat16(world_size: int) -> None:
+    """Every form of accumulation to one process; bfloat16 compute has the losses of one rank with all the data."""
+    run_ranks(world_size, _accumulation_and_bfloat16, backend="nccl", deadline_s=120)
 
 
 def _no_synchronisation() -> None:

@@ -14,7 +14,7 @@ from dmuon_runtime.process_groups import Axis
 from dmuon_runtime.runtime import find_runtime
 from dmuon_runtime.transport import Handle
 from tests.multiproc.harness import run_ranks
-from tests.multiproc.laws import world_mesh
+from tests.multiproc.laws import Setting, bfloat16_law, world_mesh
 from tests.multiproc.models import POLICY, batch, lm_loss, make
 
 pytestmark = pytest.mark.multiproc
@@ -181,10 +181,12 @@ def _every_law() -> None:
     _activations()
     _set_up_refusals()
     _hint_and_boundaries()
+    for setting in (Setting(), Setting(reshard=False), Setting(replicas=2), Setting(storage="replicated")):
+        bfloat16_law(setting)
 
 
 def test_each_field_does_what_it_says() -> None:
-    """``param_dtype``, ``grad_dtype``, ``master_dtype``, ``optim_dtype``, casts, conflicts, and routes by hint."""
+    """``param_dtype``, ``grad_dtype``, ``master_dtype``, ``optim_dtype``, casts, conflicts, routes, bfloat16 losses."""
     run_ranks(2, _every_law)
 
 
