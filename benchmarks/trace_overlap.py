@@ -1,7 +1,7 @@
 """Does the runtime's own overlap agree with a profiler trace of the same steps? On NVIDIA GPUs.
 
     python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.trace_overlap [--workload llama] [--steps 5]
-        [--mode "ours pure Z3"] [--batch 8] [--trace FOLDER]
+        [--mode "ours pure Z3"] [--batch 8] [--vocabulary 8192] [--trace FOLDER]
 
 The runtime reads events beside the streams, all the time; the trace sees every kernel, of these steps only. Both are
 shown by route and phase with their difference; an agreement within 5 points of overlap is what the design asks for.
@@ -104,18 +104,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run as one rank of a group that torch's launcher made."""
     parser = argparse.ArgumentParser(prog="benchmarks.trace_overlap")
     parser.add_argument("--workload", choices=WORKLOADS, default="llama")
-    parser.add_argument("--mode", default="ours pure Z3")
+    parser.add_argument("--mode", choices=[f"{n} {z}" for n in ("ours pure", "ours hybrid") for z in ("Z3", "Z2")],
+                        default="ours pure Z3")  # fmt: skip
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--batch", type=int, help="sequences of a rank, where the workload's are too few for the wires")
+    parser.add_argument("--vocabulary", type=int, help="where logits of many sequences would not fit")
     parser.add_argument("--trace", type=Path, help="keep the traces in this folder")
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         raise SystemExit("trace_overlap compares kernels on a GPU, and there is none here")
     device = join_group()
     rank = dist.get_rank()
+    if dist.get_world_size() == 1:
+        raise SystemExit("trace_overlap compares communication, and one rank has none: start two or more")
     grid = init_device_mesh("cuda", (1, dist.get_world_size()), mesh_dim_names=("replicate", "shard"))
     workload, mode = WORKLOADS[arguments.workload], arguments.mode
-    workload = replace(workload, batch=arguments.batch or workload.batch)
+    changes = {"batch": arguments.batch, "vocabulary": arguments.vocabulary}
+    workload = replace(workload, **{name: value for name, value in changes.items() if value is not None})
+    facts = {"workload": arguments.workload, "batch": workload.batch, "vocabulary": workload.vocabulary, "mode": mode}
     contestant = BUILDERS[mode[:-3]](workload.build(device), grid, mode.endswith("Z3"), torch.bfloat16)
     folder = arguments.trace or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
@@ -124,7 +130,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         print_table(list(rows[0]), [list(row.values()) for row in rows])
         apart = [row["route"] for row in rows if abs(row["difference"] or 0.0) > TOLERANCE]
         print(f"apart by more than {TOLERANCE:.0%}: {', '.join(apart) or 'none'}")
-        facts = {"workload": arguments.workload, "batch": workload.batch, "mode": mode}
         write_result("trace_overlap", rows, world_size=dist.get_world_size(), **facts)
     dist.destroy_process_group()
 

@@ -101,7 +101,10 @@ def test_adamw(state: torch.dtype, betas: tuple[float, float], monkeypatch: pyte
     for ours, theirs, squares, others in zip(mine, plain, found, expected, strict=True):
         for name in ("weights", "exp_avgs", "exp_avg_sqs", "steps"):
             for one, other in zip(getattr(ours, name), getattr(theirs, name), strict=True):
-                _close(one, other, torch.float32)
+                if name == "weights" and state == torch.bfloat16:  # a rounded state moves the change by as much
+                    torch.testing.assert_close(one, other, rtol=0, atol=settings.lr * TOLERANCE[state])
+                else:
+                    _close(one, other, torch.float32 if name in ("weights", "steps") else state)
         for one, other in zip(squares, others, strict=True):
             torch.testing.assert_close(
                 one.double().sum(), other, rtol=2e-2 if state == torch.bfloat16 else 1e-5, atol=0
