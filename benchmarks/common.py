@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-__all__ = ["RESULTS", "claim_device", "interleaved_ms", "join_group", "print_table", "write_result"]
+__all__ = ["RESULTS", "claim_device", "interleaved_ms", "join_group", "open_grid", "print_table", "write_result"]
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -40,6 +41,11 @@ def claim_device(rank: int, world_size: int) -> torch.device:
 
 def join_group() -> torch.device:
     """Join the process group that torch's launcher describes, NCCL where there is a GPU; return this rank's device."""
+    if "RANK" not in os.environ:
+        raise SystemExit(
+            "this runs as ranks of a group: python -m torch.distributed.run --nproc-per-node N -m benchmarks.… "
+            "(RANK is not set)"
+        )
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
@@ -47,6 +53,14 @@ def join_group() -> torch.device:
     device = claim_device(rank, world_size)
     dist.init_process_group("nccl", device_id=device)
     return device
+
+
+def open_grid(device: torch.device, replicas: int) -> DeviceMesh:
+    """Return the mesh of all ranks, ``replicate`` by ``shard``; ends the program where the ranks are no such grid."""
+    world_size = dist.get_world_size()
+    if replicas < 1 or world_size % replicas:
+        raise SystemExit(f"--replicate must divide the {world_size} ranks, not be {replicas}")
+    return init_device_mesh(device.type, (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard"))
 
 
 def interleaved_ms(

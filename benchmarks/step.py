@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks._turns import Runner, groups_of, let_go, measure, num_at_once
 from benchmarks._verdicts import LOSS_TOLERANCE, losses_apart, print_targets, step_targets
-from benchmarks.common import join_group, print_table, write_result
+from benchmarks.common import join_group, open_grid, print_table, write_result
 from benchmarks.contestants import BUILDERS, Contestant
 from benchmarks.workloads import WORKLOADS
 
@@ -96,14 +96,10 @@ def main(arguments: Sequence[str]) -> int:
     """Run on every rank of the process group that torchrun made; rank 0 prints and writes."""
     options = _parse(arguments)
     device = join_group()
-    rank, world = dist.get_rank(), dist.get_world_size()
     try:
-        if world % options.replicate:
-            raise SystemExit(f"--replicate {options.replicate} does not divide the {world} ranks")
-        shape = (options.replicate, world // options.replicate)
-        grid = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+        grid = open_grid(device, options.replicate)
         rows = run(options, grid, device)
-        return _report(rows, options, shape, device) if rank == 0 else 0
+        return _report(rows, options, (grid.size(0), grid.size(1)), device) if dist.get_rank() == 0 else 0
     finally:
         dist.destroy_process_group()
 

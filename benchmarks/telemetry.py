@@ -61,6 +61,9 @@ class NoSpan:
 
     pass_by = wait
 
+    def hold_up(self) -> None:
+        """Count nothing."""
+
     def finish(self) -> None:
         """End nothing."""
 

@@ -1,7 +1,7 @@
 """Does the runtime's own overlap agree with a profiler trace of the same steps? On NVIDIA GPUs.
 
     python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.trace_overlap [--workload llama] [--steps 5]
-        [--mode "ours pure Z3"] [--batch 8] [--vocabulary 8192] [--trace FOLDER]
+        [--mode "ours pure Z3"] [--replicate 1] [--batch 8] [--vocabulary 8192] [--trace FOLDER]
 
 The runtime reads events beside the streams, all the time; the trace sees every kernel, of these steps only. Both are
 shown by route and phase with their difference; an agreement within 5 points of overlap is what the design asks for.
@@ -21,11 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import dmuon_runtime as dmuon
-from benchmarks.common import join_group, print_table, write_result
+from benchmarks.common import join_group, open_grid, print_table, write_result
 from benchmarks.contestants import BUILDERS, Contestant
 from benchmarks.traces import PREFIX, TracedComm, read_overlap
 from benchmarks.workloads import WORKLOADS, Workload
@@ -106,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--workload", choices=WORKLOADS, default="llama")
     parser.add_argument("--mode", choices=[f"{n} {z}" for n in ("ours pure", "ours hybrid") for z in ("Z3", "Z2")],
                         default="ours pure Z3")  # fmt: skip
+    parser.add_argument("--replicate", type=int, default=1, help="replicas; the other ranks are shards")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--batch", type=int, help="sequences of a rank, where the workload's are too few for the wires")
     parser.add_argument("--vocabulary", type=int, help="where logits of many sequences would not fit")
@@ -117,11 +117,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     rank = dist.get_rank()
     if dist.get_world_size() == 1:
         raise SystemExit("trace_overlap compares communication, and one rank has none: start two or more")
-    grid = init_device_mesh("cuda", (1, dist.get_world_size()), mesh_dim_names=("replicate", "shard"))
+    grid = open_grid(device, arguments.replicate)
     workload, mode = WORKLOADS[arguments.workload], arguments.mode
     changes = {"batch": arguments.batch, "vocabulary": arguments.vocabulary}
     workload = replace(workload, **{name: value for name, value in changes.items() if value is not None})
     facts = {"workload": arguments.workload, "batch": workload.batch, "vocabulary": workload.vocabulary, "mode": mode}
+    facts["mesh"] = tuple(grid.shape)
     contestant = BUILDERS[mode[:-3]](workload.build(device), grid, mode.endswith("Z3"), torch.bfloat16)
     folder = arguments.trace or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)

@@ -154,6 +154,7 @@ class Bucket:
         if self.is_resident:
             self.publication.wait()
         if self._handle is not None:
+            self.publication.hold_up()
             self._handle.wait()
             self._handle = None
             self.publication.release()

@@ -33,6 +33,11 @@ class Publication:
         self._landing: Tensor | None = None
         self._spent: Handle | None = None
 
+    def hold_up(self) -> None:
+        """Say that compute is about to wait for what was issued behind it, if something was."""
+        if self._spent is not None:
+            self._spent.hold_up()
+
     def release(self) -> None:
         """Give back what was published: compute has waited for something behind it."""
         self._spent = None

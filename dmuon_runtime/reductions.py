@@ -66,6 +66,8 @@ class _Reduction:
     def finish(self) -> None:
         """Wait and add the mean to the bucket's gradient, unless it was discarded."""
         assert self.is_in_last_stage
+        if self._first is not None:
+            self._first.hold_up()
         self._handle.wait()
         self._first = None
         if self._part is not None and self._bucket.is_mine and not self.is_discarded:

@@ -66,6 +66,9 @@ class Span(Protocol):
     def pass_by(self, work: Work) -> None:
         """Wait for ``work`` where no compute stands still for it."""
 
+    def hold_up(self) -> None:
+        """Count what is left of work that was passed by as exposed: compute now waits for something behind it."""
+
     def finish(self) -> None:
         """End the span here (synchronous work)."""
 
@@ -126,6 +129,9 @@ class HostSpan:
         """Block until ``work`` has ended; the host has nothing but compute, so this is exposed as well."""
         self.wait(work)
 
+    def hold_up(self) -> None:
+        """Count nothing more: :meth:`pass_by` has counted all of it."""
+
     def finish(self) -> None:
         """End now."""
         self._end_s = time.perf_counter()
@@ -155,6 +161,7 @@ class DeviceSpan:
         self._start = self._record()
         self.end: Event | None = None
         self._wait: tuple[Event, Event] | None = None
+        self._held_up: Event | None = None
         self._waiting = False
 
     @staticmethod
@@ -182,6 +189,10 @@ class DeviceSpan:
         work.wait()
         self._waiting = False
 
+    def hold_up(self) -> None:
+        """Take this point of the current stream as where compute began to wait for something behind this work."""
+        self._held_up = self._record()
+
     def finish(self) -> None:
         """End at this point of the current stream."""
         self.end = self._record()
@@ -192,6 +203,8 @@ class DeviceSpan:
             return None
         if self._wait is not None and not self._wait[1].query():
             return None
+        if self._held_up is not None and not self._held_up.query():
+            return None
         elapsed_ms = self._start.elapsed_time(self.end)
         if self._previous is not None and self._previous.query():
             elapsed_ms = min(elapsed_ms, self._previous.elapsed_time(self.end))
@@ -200,6 +213,9 @@ class DeviceSpan:
     def exposed_seconds(self) -> float:
         """Return the time for which the waiting stream stood still, never more than the span itself: a wait that began
         while the work before was still running is that work's up to its end."""
+        if self._held_up is not None:
+            left_ms = self._held_up.elapsed_time(self.end)
+            return min(max(float(left_ms), 0.0) / 1e3, self.seconds() or 0.0)
         if self._wait is None:
             return 0.0
         return min(float(self._wait[0].elapsed_time(self._wait[1])) / 1e3, self.seconds() or 0.0)

@@ -46,7 +46,7 @@ class Handle:
             self._work, self._keep = None, ()
 
     def wait_aside(self) -> None:
-        """Wait on a side stream of :meth:`Transport.aside`: compute does not stand still, so nothing is exposed.
+        """Wait on a side stream of :meth:`Transport.aside`: compute does not stand still until :meth:`hold_up`.
 
         Keep the handle until compute has waited for something behind it: memory of its buffers that is given back
         earlier could be written to while the collective still reads it.
@@ -54,6 +54,10 @@ class Handle:
         if self._work is not None:
             self._span.pass_by(self._work)
             self._work = None
+
+    def hold_up(self) -> None:
+        """Say that compute is about to wait for something behind it, on the current stream: what is left is exposed."""
+        self._span.hold_up()
 
     def is_completed(self) -> bool:
         """Tell whether it has ended, without waiting."""

@@ -38,14 +38,18 @@ class Stack(nn.Module):
         )
 
 
-def predicted(mesh: tuple[int, int], work: StepWork = WORK, **options: Any) -> Prediction:
+def planned(mesh: tuple[int, int], **options: Any) -> dmuon.RuntimePlan:
     with torch.device("meta"):
         model = Stack()
     policy = {
         "defaults": {"route": "muon", "param_dtype": torch.bfloat16},
         "overrides": [{"name": ["embed"], "set": {"route": "sharded_adamw"}}],
     }
-    return predict_step(dmuon.plan_params(model, mesh, lambda *_: True, param_policy=policy, **options), H200, work)
+    return dmuon.plan_params(model, mesh, lambda *_: True, param_policy=policy, **options)
+
+
+def predicted(mesh: tuple[int, int], work: StepWork = WORK, **options: Any) -> Prediction:
+    return predict_step(planned(mesh, **options), H200, work)
 
 
 def test_matrices_of_one_short_side_share_a_group() -> None:
@@ -111,6 +115,25 @@ def test_what_is_kept_is_not_gathered_again() -> None:
     replicated = predicted((1, 4), storage="replicated")
     assert replicated.forward_exposed_s == 0.0 < replicated.publish_exposed_s
     assert replicated.adamw_update_s == pytest.approx(4 * freed.adamw_update_s)
+
+
+def test_compute_hides_what_runs_beside_it_and_nothing_else() -> None:
+    plan, axis = planned((1, 4)), Axis(4, 4)
+    gathers, reduces = [], []
+    for unit in plan.units:
+        kinds = [
+            ("broadcast", "reduce") if b.owner is not None else ("all_gather", "reduce_scatter") for b in unit.buckets
+        ]
+        both = list(zip(unit.buckets, kinds, strict=True))
+        gathers.append(sum(collective_seconds(H200, kind, b.gather_bytes, axis) for b, (kind, _) in both))  # type: ignore[arg-type]
+        reduces.append(sum(collective_seconds(H200, kind, b.reduce_bytes, axis) for b, (_, kind) in both))  # type: ignore[arg-type]
+    no_compute = predict_step(plan, replace(H200, train_flops_per_s=1e30), WORK)
+    assert no_compute.forward_exposed_s == pytest.approx(sum(gathers))
+    assert no_compute.backward_exposed_s == pytest.approx(sum(gathers) + sum(reduces)), "gathered again, and reduced"
+    endless = predict_step(plan, replace(H200, train_flops_per_s=1e3), WORK)
+    last = plan.backward_order[-1]
+    assert endless.forward_exposed_s == pytest.approx(gathers[0])
+    assert endless.backward_exposed_s == pytest.approx(gathers[plan.backward_order[0]] + reduces[last])
 
 
 def test_micro_batches_gather_each_and_reduce_once() -> None:

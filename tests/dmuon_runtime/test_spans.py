@@ -97,6 +97,28 @@ def test_time_in_the_queue_is_nobodys_and_a_wait_through_it_exposes_the_span_at_
     assert second.exposed_seconds() == pytest.approx(0.004)
 
 
+def test_compute_that_waits_for_a_gather_behind_a_publication_waits_for_what_is_left_of_that_one_too(
+    device: Device,
+) -> None:
+    published = collective(device, 0, 10)
+    published.pass_by(Collective(device, 10))  # type: ignore[arg-type]
+    gathered = collective(device, 10, 13)
+    device.now_ms = 6
+    published.hold_up()
+    wait(device, gathered, at_ms=6, end_ms=13)
+    assert (published.exposed_seconds(), gathered.exposed_seconds()) == pytest.approx((0.004, 0.003))
+    device.reached = 5
+    assert published.seconds() is None, "nobody knows yet where compute will stand"
+
+
+def test_a_publication_that_ended_before_compute_came_is_hidden(device: Device) -> None:
+    published = collective(device, 0, 10)
+    published.pass_by(Collective(device, 10))  # type: ignore[arg-type]
+    device.now_ms = 12
+    published.hold_up()
+    assert published.seconds() == pytest.approx(0.010) and published.exposed_seconds() == 0
+
+
 def test_nothing_is_said_before_the_device_is_there(device: Device) -> None:
     span = collective(device, 0, 10)
     assert span.seconds() is None, "nobody has waited for it yet"

@@ -302,7 +302,42 @@ def _asynchronous(replicas: int, storage: str) -> None:
     assert not any(bucket.publication.is_pending for unit in units for bucket in unit.buckets)
 
 
+def _held_up() -> None:
+    """What compute waits for behind a publication or the first stage of a reduction is counted of these as well.
+
+    Each wait for a gather that was issued behind one says so once, right before it; so does each second stage.
+    """
+    run = dedicate(make(), _setting(2, "sharded"))
+    said: list[tuple[str, str]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("hold_up", "wait", "wait_aside"):
+            call = getattr(Handle, name)
+
+            def noted(handle: Handle, name: str = name, call: Any = call) -> None:
+                if handle._work is not None or name == "hold_up":
+                    said.append((name, handle._what.partition(" of ")[0]))
+                call(handle)
+
+            patch.setattr(Handle, name, noted)
+        for step in range(2):
+            plain_backward(run.model, step, dist.get_rank())
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+    aside = [what for name, what in said if name == "wait_aside"]
+    assert set(aside) == {"publish", "reduce"}
+    held_up = [(what, following) for (name, what), following in itertools.pairwise(said) if name == "hold_up"]
+    assert sorted(what for what, _ in held_up) == sorted(aside)
+    assert {what for what, _ in held_up if what == "publish"} and {following for _, following in held_up} <= {
+        ("wait", "forward"), ("wait", "reduce"),
+    }  # fmt: skip
+
+
+def _behind(replicas: int, storage: str) -> None:
+    _held_up()
+    _asynchronous(replicas, storage)
+
+
 @pytest.mark.parametrize(("world_size", "replicas", "storage"), [(4, 2, "sharded")])
 def test_publications_run_behind_the_next_forward(world_size: int, replicas: int, storage: str) -> None:
     """Asynchronous publications are waited for by the next materialisation; synchronous ones by the step."""
-    run_ranks(world_size, _asynchronous, replicas, storage)
+    run_ranks(world_size, _behind, replicas, storage)
