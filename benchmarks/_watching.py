@@ -20,6 +20,7 @@ __all__ = [
     "Transcript",
     "Violated",
     "expect_free",
+    "expect_in_use",
     "gpus_now",
     "overlap_rows",
     "scrape",
@@ -106,6 +107,17 @@ def _smi(query: str) -> list[str]:
     except (OSError, subprocess.SubprocessError) as error:
         raise Violated(f"expected: nvidia-smi answers; found: {error}") from error
     return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
+
+
+def expect_in_use(told: Transcript, idle: Gpus | None, workers: int) -> dict[int, int] | None:
+    """Expect that as many GPUs hold a model as there are workers; return their bytes above idle, None on CPUs."""
+    if idle is None:
+        return None
+    grown = {index: used - idle.used_bytes[index] for index, used in gpus_now().used_bytes.items()}
+    held = {index: number for index, number in grown.items() if number > SLACK_BYTES}
+    text = ", ".join(f"GPU {index}: {number / 2**30:.1f} GiB" for index, number in held.items())
+    told.expect(len(held) == workers, f"{workers} GPUs are in use", text or "none")
+    return held
 
 
 def expect_free(told: Transcript, idle: Gpus | None) -> None:

@@ -156,9 +156,12 @@ def _row_checks(name: str, mesh: tuple[int, int], row: Mapping[str, Any]) -> Ite
     yield _check(f"{what}, update ms", update * 1e3, row["update ms"], "check")
     resident = found.resident_bytes if ours else found.adamw_resident_bytes
     yield _check(f"{what}, resident GiB", resident / 2**30, row["resident GiB"], "check")
-    measured = row.get("counted", {}).get("newton-schulz ms")
-    if ours and measured:
-        yield _check(f"{what}, Newton-Schulz ms", found.ns_s * 1e3, measured, "check")
+    counted = row.get("counted", {})
+    if ours and counted.get("newton-schulz ms"):
+        yield _check(f"{what}, Newton-Schulz ms", found.ns_s * 1e3, counted["newton-schulz ms"], "check")
+    exposed = sum(entry["exposed ms"] for entry in counted.get("communication", {}).values())
+    if ours and exposed > 0:
+        yield _check(f"{what}, exposed communication ms", found.exposed_s * 1e3, exposed, "check")
 
 
 def extrapolation() -> list[dict[str, Any]]:

@@ -31,12 +31,12 @@ from typing import Any
 from benchmarks._end_to_end_plan import Plan, decide_plan
 from benchmarks._own_story import expect_given_back, running, tell_story
 from benchmarks._watching import (
-    SLACK_BYTES,
     Gpus,
     Scrape,
     Transcript,
     Violated,
     expect_free,
+    expect_in_use,
     gpus_now,
     overlap_rows,
     scrape,
@@ -128,7 +128,7 @@ class Story:
         self.told.say(f"  first step after {running[0]:.1f} s; {milliseconds:.1f} ms a step; "
                       f"loss {points[0].loss:.4f} -> {points[-1].loss:.4f}")  # fmt: skip
         self.verified(job_id)
-        used = self.gpus_in_use(workers)
+        used = expect_in_use(self.told, self.idle, workers)
         self.rows.append(
             {
                 "stretch": name, "job": job_id, "workers": workers, "first step": points[0].step,
@@ -172,17 +172,6 @@ class Story:
         condition = self.client.routes(job_id).verification
         assert condition is not None
         self.told.expect(condition.status == "True", "matrices and bytes are as planned", condition.message)
-
-    def gpus_in_use(self, workers: int) -> dict[int, int] | None:
-        """Expect that as many GPUs hold a model as there are workers; return their bytes above idle."""
-        if self.idle is None:
-            return None
-        now = gpus_now()
-        grown = {index: used - self.idle.used_bytes[index] for index, used in now.used_bytes.items()}
-        held = {index: number for index, number in grown.items() if number > SLACK_BYTES}
-        text = ", ".join(f"GPU {index}: {number / 2**30:.1f} GiB" for index, number in held.items())
-        self.told.expect(len(held) == workers, f"{workers} GPUs are in use", text or "none")
-        return held
 
     def watch(self, job_id: str) -> None:
         """Show from /metrics what the wires did over some steps, and which kernel was launched."""

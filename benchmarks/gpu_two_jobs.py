@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks._end_to_end_plan import Plan, decide_plan
 from benchmarks._own_story import expect_given_back, running, tell_story
-from benchmarks._watching import Gpus, Transcript, Violated, gpus_now
+from benchmarks._watching import Gpus, Transcript, Violated, expect_in_use, gpus_now
 from benchmarks.common import write_result
 from orchestrator import resources as r
 from orchestrator.cli.own_service import OwnService
@@ -62,6 +62,7 @@ class Story:
         self.told.wait(lambda: all(now > then for now, then in zip(self.steps(pair), begun, strict=True)),
                        "both go on", timeout_s=60)  # fmt: skip
         self.told.say(f"  ok    two jobs of {half} workers train at once ({self.steps(pair)} steps)")
+        expect_in_use(self.told, self.idle, 2 * half)
         urgent = self.submit("urgent", quarter, priority=10)
         self.reach(urgent, STEPS)
         gone, stayed = self.who_gave_way(pair)
