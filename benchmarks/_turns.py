@@ -79,8 +79,8 @@ class Runner:
 
     def take_turn(self, steps: int) -> None:
         """Do a step to get going and ``steps`` timed ones; keep their times and the peak of memory. Collective."""
-        batches = [self._batch() for _ in range(steps + 1)]
         before, cuda = allocated(self.device), self.device.type == "cuda"
+        batches = [self._batch() for _ in range(steps + 1)]
         others, at = before - self.resident_bytes, ns_seconds()
         if cuda:
             torch.cuda.synchronize()
