@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from dmuon_runtime._choice_store import choice_store
 from dmuon_runtime._ns_choices import Choices
 from dmuon_runtime._ns_graphs import GraphCache
-from dmuon_runtime._ns_groups import Recipe
+from dmuon_runtime._ns_groups import Recipe, kept_bytes
 from dmuon_runtime._ns_measure import Measuring
 from dmuon_runtime.breaker import Thresholds
 from dmuon_runtime.guard import KernelGuard
@@ -200,6 +200,14 @@ def test_graphs_leave_when_they_keep_too_much() -> None:
         for _ in range(3):
             ns(matrices((2, size, size)))
     assert len(ns._graphs) == 1
+
+
+def test_graphs_keep_what_the_cost_model_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DMUON_CACHE_DIR", str(tmp_path))
+    shapes = [(1024, 1024)] * 80 + [(4096, 1024)] * 40 + [(512, 2048)] * 3
+    ns = NewtonSchulz(kernel="cublas")
+    ns.prepare(shapes, torch.float32, torch.device("cuda", 0))
+    assert ns._graphs.held_bytes() == pytest.approx(kept_bytes(tuple(shapes)), rel=0.01)
 
 
 def test_a_graph_owns_its_workspace() -> None:
