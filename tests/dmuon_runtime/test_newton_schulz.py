@@ -8,14 +8,8 @@ from torch import Tensor
 
 from dmuon_runtime import ledger
 from dmuon_runtime.coefficients import YOU_COEFFICIENTS, apply_polynomials, coefficients_for
-from dmuon_runtime.newton_schulz import (
-    NewtonSchulz,
-    default_restarts,
-    direct_newton_schulz,
-    gram_newton_schulz,
-    newton_schulz,
-    orthogonality_error,
-)
+from dmuon_runtime.functional import direct_newton_schulz, gram_newton_schulz, newton_schulz
+from dmuon_runtime.newton_schulz import NewtonSchulz, default_restarts, orthogonality_error
 
 SHAPES = [(64, 128), (128, 64), (48, 48), (3, 16, 40), (2, 2, 40, 16)]
 
