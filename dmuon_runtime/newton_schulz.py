@@ -302,23 +302,21 @@ class NewtonSchulz:
         Empty tensors are in no group.
         """
         recipe = Recipe(*self.plan(steps))
-        units = [
-            (self._form_of(shape, dtype, device, recipe), device, compute_dtype(dtype, device))
-            for shape, dtype, device in zip(shapes, dtypes, devices, strict=True)
-        ]
-        counts: Counter[tuple[Form, torch.device, torch.dtype]] = Counter()
-        for unit, shape in zip(units, shapes, strict=True):
-            counts[unit] += num_matrices_of(shape)
-        groups: defaultdict[Group, list[int]] = defaultdict(list)
-        for index, (unit, shape) in enumerate(zip(units, shapes, strict=True)):
-            form, device, dtype = unit
+        kinds: defaultdict[tuple[int, int, torch.dtype, torch.device], list[int]] = defaultdict(list)
+        for index, (shape, dtype, device) in enumerate(zip(shapes, dtypes, devices, strict=True)):
             if 0 not in shape:
-                name = "direct"
-                if self.backend == "gram":
-                    name = decide_form(form.of(counts[unit]), self._choices.entries)
-                long_dim = 0 if name == "gram" else form.long_dim
-                groups[Group(device, dtype, form.short_dim, long_dim, form.kernel, name)].append(index)
-        return [(group, part) for group, members in groups.items() for part in rounds(group, members, shapes)]
+                kinds[shape[-2], shape[-1], dtype, device].append(index)
+        units: defaultdict[tuple[Form, torch.device, torch.dtype], list[int]] = defaultdict(list)
+        for (rows, columns, dtype, device), members in kinds.items():  # few, where there may be hundreds of tensors
+            form = self._form_of((rows, columns), dtype, device, recipe)
+            units[form, device, compute_dtype(dtype, device)] += members
+        groups: defaultdict[Group, list[int]] = defaultdict(list)
+        for (form, device, dtype), members in units.items():
+            number = sum(num_matrices_of(shapes[index]) for index in members)
+            name = decide_form(form.of(number), self._choices.entries) if self.backend == "gram" else "direct"
+            long_dim = 0 if name == "gram" else form.long_dim
+            groups[Group(device, dtype, form.short_dim, long_dim, form.kernel, name)] += members
+        return [(group, part) for group, places in groups.items() for part in rounds(group, sorted(places), shapes)]
 
     def _form_of(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, recipe: Recipe) -> Form:
         """Describe one matrix of ``shape`` for the choice of a form."""
