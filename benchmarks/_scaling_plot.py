@@ -35,7 +35,7 @@ def predicted_rows(results: Sequence[Result], chip: ChipFigures) -> list[dict[st
     """Return what the cost model says of every measured row of ``ours pure``."""
     rows = []
     for result in results:
-        workload = WORKLOADS[result["workload"]]
+        workload = WORKLOADS[result["workload"]].with_batch(result.get("batch"))
         for row in result["rows"]:
             if row["contestant"].startswith("ours pure"):
                 mesh = (int(row["mesh"][0]), int(row["mesh"][1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -18,7 +19,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-__all__ = ["RESULTS", "claim_device", "interleaved_ms", "join_group", "open_grid", "print_table", "write_result"]
+__all__ = [
+    "RESULTS",
+    "claim_device",
+    "expect_positive",
+    "interleaved_ms",
+    "join_group",
+    "open_grid",
+    "print_table",
+    "write_result",
+]
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -53,6 +63,14 @@ def join_group() -> torch.device:
     device = claim_device(rank, world_size)
     dist.init_process_group("nccl", device_id=device)
     return device
+
+
+def expect_positive(parser: argparse.ArgumentParser, options: argparse.Namespace, *names: str) -> None:
+    """End the program with what was expected where one of ``names`` is given and less than 1."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name} must be at least 1, not {value}")
 
 
 def open_grid(device: torch.device, replicas: int) -> DeviceMesh:

@@ -141,14 +141,17 @@ def _step_checks() -> Iterator[dict[str, Any]]:
         replicas, shards = document["mesh"]
         name = document["benchmark"].removeprefix("step-").rpartition("-")[0]
         for row in document["rows"]:
-            yield from _row_checks(name, (replicas, shards), row)
+            workload = WORKLOADS[name].with_batch(document.get("batch"))
+            yield from _row_checks(name, workload, (replicas, shards), row)
 
 
-def _row_checks(name: str, mesh: tuple[int, int], row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _row_checks(
+    name: str, workload: Workload, mesh: tuple[int, int], row: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
     contestant, mode = row["contestant"][:-3], row["contestant"][-2:]
     if contestant not in ("fsdp2 + adamw", "ours pure"):
         return
-    found = predict(WORKLOADS[name], mesh, reshard=mode == "Z3")
+    found = predict(workload, mesh, reshard=mode == "Z3")
     ours = contestant == "ours pure"
     what = f"{name} {mesh[0]}x{mesh[1]} {contestant} {mode}"
     yield _check(f"{what}, step ms", (found.step_s if ours else found.adamw_step_s) * 1e3, row["step ms"], "check")
@@ -182,6 +185,30 @@ def extrapolation() -> list[dict[str, Any]]:
                     "adamw resident GiB": found.adamw_resident_bytes / 2**30,
                 }
             )  # fmt: skip
+    return rows
+
+
+ASKED = (
+    ("llama", 8, (1, 2), 6.0), ("small-matrices", 16, (1, 2), 5.0), ("llama-3.2-3b", 2, (1, 8), 4.0),
+    ("llama-3.2-3b", 8, (1, 8), 4.0), ("llama-3.1-8b", 1, (1, 8), 3.0), ("llama-3.1-8b", 8, (1, 8), 3.0),
+)  # fmt: skip
+"""Workload, sequences a GPU, mesh, and the overhead in per cent that a run is asked not to exceed."""
+
+
+def ahead() -> list[dict[str, Any]]:
+    """Return what to expect of the runs that targets are for."""
+    rows = []
+    for name, batch, mesh, limit in ASKED:
+        workload = WORKLOADS[name].with_batch(batch)
+        found = predict(workload, mesh)
+        rows.append(
+            {
+                "workload": name, "tokens a GPU": batch * workload.sequence, "gpus": mesh[0] * mesh[1],
+                "adamw step ms": found.adamw_step_s * 1e3, "overhead %": found.overhead_ratio * 100, "asked %": limit,
+                "update ms": found.update_s * 1e3,
+                "exposed, % of the step": (found.forward_exposed_s + found.backward_exposed_s) / found.step_s * 100,
+            }
+        )  # fmt: skip
     return rows
 
 
@@ -241,12 +268,12 @@ def main(arguments: Sequence[str]) -> int:
     if options.fit:
         _print_fit()
         return 0
-    checked, rows, split = checks(), extrapolation(), splitting()
-    for table in (checked, rows, split):
+    checked, rows, split, asked = checks(), extrapolation(), splitting(), ahead()
+    for table in (checked, rows, split, asked):
         _table(table)
     if options.plot is not None:
         plot(rows, options.plot)
-    write_result("cost_model", rows, chip=H200.name, assumed=H200.assumed, checks=checked, splitting=split)
+    write_result("cost_model", rows, chip=H200.name, assumed=H200.assumed, checks=checked, splitting=split, ahead=asked)
     return 0
 
 

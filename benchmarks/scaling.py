@@ -1,7 +1,7 @@
 """The step benchmark on every mesh of a world: 1-D, replicas of shards, replicated storage; ours beside AdamW on each.
 
     python -m torch.distributed.run --nproc-per-node 8 -m benchmarks.scaling [--workload llama] [--rounds 6] [--steps 5]
-        [--layouts 1x8,2x4,replicated] [--only "ours pure Z3,fsdp2 + adamw Z3"]
+        [--batch 8] [--layouts 1x8,2x4,replicated] [--only "ours pure Z3,fsdp2 + adamw Z3"]
     python -m benchmarks.scaling --plot docs/images/scaling-measured.png [--workload llama] [--chip nvidia-h200]
 
 One command a number of GPUs; each writes one JSON, anew after every group of contestants, so that what breaks later
@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from benchmarks._scaling_plot import compare_losses, plot, results_of
 from benchmarks._turns import Runner, groups_of, let_go, measure, num_at_once
 from benchmarks._verdicts import LOSS_TOLERANCE, losses_apart, print_targets, scaling_targets
-from benchmarks.common import join_group, print_table, write_result
+from benchmarks.common import expect_positive, join_group, print_table, write_result
 from benchmarks.contestants import BUILDERS, Contestant
 from benchmarks.replicated import REPLICATED
 from benchmarks.workloads import WORKLOADS, Workload
@@ -203,12 +203,13 @@ def run(
     return rows, losses
 
 
-def _keep(rows: Rows, losses: Losses, name: str, left_out: dict[str, str]) -> None:
+def _keep(rows: Rows, losses: Losses, name: str, batch: int, left_out: dict[str, str]) -> None:
     """Write what was measured; rank 0 alone."""
     world_size = dist.get_world_size()
     if dist.get_rank() == 0:
         targets = [asdict(target) | {"verdict": target.verdict} for target in scaling_targets(name, world_size, rows)]
-        facts = {"unit": "milliseconds, median", "workload": name, "world_size": world_size, "left_out": left_out}
+        facts = {"unit": "milliseconds, median", "workload": name, "batch": batch, "world_size": world_size}
+        facts["left_out"] = left_out
         write_result(f"scaling-{name}-{world_size}", rows, **facts, targets=targets, same_batch_losses=losses)
 
 
@@ -234,14 +235,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--workload", choices=list(WORKLOADS), default="llama" if torch.cuda.is_available() else "tiny")
     parser.add_argument("--rounds", type=int, default=6, help="turns of each contestant")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a turn, after one that is not timed")
+    parser.add_argument("--batch", type=int, help="sequences of a rank; default: the workload's")
     parser.add_argument("--layouts", help="comma-separated: RxS and 'replicated'; default: those of the world")
     parser.add_argument("--only", help="comma-separated contestants")
     parser.add_argument("--plot", type=Path, help="draw the results that are there, and measure nothing")
     parser.add_argument("--chip", help="of which the plot has predictions; default: the one that was measured")
     options = parser.parse_args(arguments)
-    for name in ("rounds", "steps"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} must be at least 1, not {getattr(options, name)}")
+    expect_positive(parser, options, "rounds", "steps", "batch")
     return options
 
 
@@ -264,13 +264,13 @@ def main(arguments: Sequence[str]) -> int:
         return compare_losses(results)
     device = join_group()
     try:
-        name, workload = options.workload, WORKLOADS[options.workload]
+        name, workload = options.workload, WORKLOADS[options.workload].with_batch(options.batch)
         asked = layouts_of(dist.get_world_size(), options.layouts)
         left_out = {layout.name: why for layout in asked if (why := too_large(layout, workload, device)) is not None}
         layouts = [layout for layout in asked if layout.name not in left_out]
         rows, losses = run(
             workload, layouts, device, (options.rounds, options.steps), only,
-            lambda rows, losses: _keep(rows, losses, name, left_out),
+            lambda rows, losses: _keep(rows, losses, name, workload.batch, left_out),
         )  # fmt: skip
         if dist.get_rank() == 0:
             for layout_name, why in left_out.items():

@@ -1,7 +1,7 @@
 """A whole training step: FSDP2 with AdamW and with torch's Muon against the runtime, interleaved in one process group.
 
     python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.step [--workload llama] [--rounds 6] [--steps 5]
-        [--replicate 1] [--only "ours pure Z3,fsdp2 + adamw Z3"] [--trace FOLDER]
+        [--replicate 1] [--batch 8] [--only "ours pure Z3,fsdp2 + adamw Z3"] [--trace FOLDER]
 
 Every contestant trains the same initial weights on the same tokens: bfloat16 compute on CUDA (float32 on a CPU),
 float32 masters and reductions. Z3 frees parameters after the forward, Z2 keeps them until the backward is done. Those
@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks._turns import Runner, groups_of, let_go, measure, num_at_once
 from benchmarks._verdicts import LOSS_TOLERANCE, losses_apart, print_targets, step_targets
-from benchmarks.common import join_group, open_grid, print_table, write_result
+from benchmarks.common import expect_positive, join_group, open_grid, print_table, write_result
 from benchmarks.contestants import BUILDERS, Contestant
 from benchmarks.workloads import WORKLOADS
 
@@ -40,7 +40,7 @@ BASE = "fsdp2 + adamw"
 
 def run(options: argparse.Namespace, grid: DeviceMesh, device: torch.device) -> list[dict[str, Any]]:
     """Measure those of each Z mode in turns; return a row for each contestant. Collective."""
-    workload, names = WORKLOADS[options.workload], _chosen(options.only)
+    workload, names = WORKLOADS[options.workload].with_batch(options.batch), _chosen(options.only)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def build(name: str) -> Contestant:
@@ -82,12 +82,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=6, help="turns of each contestant")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a turn, after one that is not timed")
     parser.add_argument("--replicate", type=int, default=1)
+    parser.add_argument("--batch", type=int, help="sequences of a rank; default: the workload's")
     parser.add_argument("--only", help="comma-separated contestants")
     parser.add_argument("--trace", type=Path)
     options = parser.parse_args(arguments)
-    for name in ("rounds", "steps", "replicate"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} must be at least 1, not {getattr(options, name)}")
+    expect_positive(parser, options, "rounds", "steps", "replicate", "batch")
     _chosen(options.only)
     return options
 
@@ -118,6 +117,7 @@ def _report(
     print_targets(targets, f"two H200s; this was {shape[0]} x {shape[1]} on {device.type}")
     write_result(
         f"step-{options.workload}-{shape[0]}x{shape[1]}", rows, unit="milliseconds, median", mesh=shape,
+        batch=WORKLOADS[options.workload].with_batch(options.batch).batch,
         targets=[asdict(target) | {"verdict": target.verdict} for target in targets],
     )  # fmt: skip
     apart = losses_apart(rows, LOSS_TOLERANCE[device.type])

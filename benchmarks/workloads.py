@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,10 @@ class Workload:
         with device:
             model: nn.Module = LlamaForCausalLM(config)
         return model.train()
+
+    def with_batch(self, batch: int | None) -> Workload:
+        """Return the same with ``batch`` sequences of a rank; None changes nothing."""
+        return self if batch is None else replace(self, batch=batch)
 
     def num_elements(self) -> int:
         """Return how many weights the model has."""

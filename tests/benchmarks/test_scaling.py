@@ -16,6 +16,7 @@ from benchmarks import _scaling_plot, common, scaling, step
 from benchmarks._verdicts import losses_apart
 from benchmarks.scaling import Layout, layouts_of
 from benchmarks.workloads import WORKLOADS
+from dmuon_runtime.chips import H200
 from tests.multiproc.harness import run_ranks
 
 Rows = list[dict[str, Any]]
@@ -115,7 +116,7 @@ def test_report_and_picture(four: Found, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(common, "RESULTS", folder)
     monkeypatch.setattr(scaling.dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(scaling.dist, "get_rank", lambda: 0)
-    scaling._keep(*four, "tiny", {"replicated": "too large"})
+    scaling._keep(*four, "tiny", 3, {"replicated": "too large"})
     assert scaling._report(*four, "tiny", 4, torch.device("cpu")) == 0
     results = _scaling_plot.results_of("tiny", folder)
     _scaling_plot.plot(results, tmp_path / "picture.png", "nvidia-h200")
@@ -123,6 +124,9 @@ def test_report_and_picture(four: Found, tmp_path: Path, monkeypatch: pytest.Mon
     assert _scaling_plot.compare_losses(results) == 0
     (file,) = folder.iterdir()
     broken = json.loads(file.read_text())
+    assert broken["batch"] == 3
+    few, many = (_scaling_plot.predicted_rows([broken | {"batch": n}], H200)[0]["predicted %"] for n in (1, 10_000))
+    assert 0 < many < few, "the same update in a longer step"
     assert broken["left_out"] == {"replicated": "too large"}
     assert {target["what"] for target in broken["targets"]} == {
         "owners, measured max over mean", "publishing exposed, share of the step",

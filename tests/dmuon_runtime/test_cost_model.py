@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,6 +171,36 @@ def test_an_unknown_chip_is_refused_with_those_that_are_known() -> None:
     assert find_chip("NVIDIA H200") is H200
     with pytest.raises(ValueError, match=r"'abacus'; there are of nvidia-h200"):
         find_chip("abacus")
+
+
+def written(first_cells: tuple[object, ...], text: str) -> list[tuple[float, float]]:
+    """Return the numbers of the row of a document that begins with these cells, with half a unit of the last digit."""
+    begin = "| " + " | ".join(f"{c:,}".replace(",", " ") if isinstance(c, int) else str(c) for c in first_cells) + " |"
+    (row,) = (line for line in text.splitlines() if line.startswith(begin))
+    found = re.findall(r"−?[\d.]+", row.removeprefix(begin))
+    return [(float(n.replace("−", "-")), 0.5 * 10.0 ** -len(n.partition(".")[2])) for n in found]
+
+
+def test_the_document_says_what_the_model_says() -> None:
+    text = (Path(script.__file__).parents[1] / "docs" / "scaling.md").read_text()
+    expected: dict[tuple[object, ...], list[float]] = {}
+    for row in script.extrapolation():
+        names = (
+            "adamw step ms", "overhead %", "ns ms", "ns mean ms", "exposed ms", "adamw exposed ms", "resident GiB",
+            "adamw resident GiB",
+        )  # fmt: skip
+        expected[row["model"], row["gpus"], row["mesh"]] = [row[name] for name in names]
+    for row in script.splitting():
+        expected[(row["matrix"].replace("x", " × "),)] = [row[f"{ways} ways ms"] for ways in (1, 2, 4, 8)]
+    for row in script.ahead():
+        names = ("adamw step ms", "overhead %", "asked %", "update ms", "exposed, % of the step")
+        expected[row["workload"], str(row["tokens a GPU"]), row["gpus"]] = [row[name] for name in names]
+    for cells, values in expected.items():
+        found = written(cells, text)
+        assert len(found) == len(values), cells
+        assert all(abs(n - value) <= half * 1.001 for (n, half), value in zip(found, values, strict=True)), (
+            f"docs/scaling.md: {cells}: {found}, the model says {values}; python -m benchmarks.cost_model prints them"
+        )
 
 
 def test_the_figures_of_the_h200_are_those_that_were_measured() -> None:
