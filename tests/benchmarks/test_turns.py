@@ -73,6 +73,29 @@ def test_the_first_step_of_a_turn_is_not_timed_and_the_others_have_no_gap(
     assert one.step_ms == [10.0, 11.0] and one.update_ms == [7.0, 7.0]
 
 
+def test_memory_is_a_contestants_own(alone: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = {"now": 100, "most": 0}  # others hold 60 of it
+
+    class Growing(NotedContestant):
+        def forward_backward(self, tokens: Tensor) -> Tensor:
+            gpu["most"] = max(gpu["most"], gpu["now"] + 30)
+            gpu["now"] += 1  # something stays after each step
+            return tokens
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: gpu["now"])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: gpu["most"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: gpu.update(most=gpu["now"]))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(_turns, "_mark", lambda _: 0.0)
+    monkeypatch.setattr(Runner, "_keep_times", lambda *_: None)
+    one = Runner("one", Growing(torch.nn.Identity(), []), runner().workload, torch.device("cuda", 0), resident_bytes=40)
+    one.take_turn(1)
+    assert (one.peak_bytes, one.resident_bytes) == (40 + 1 + 30, 42)
+    gpu["now"] += 500  # the others grow
+    one.take_turn(1)
+    assert (one.peak_bytes, one.resident_bytes) == (42 + 1 + 30, 44)
+
+
 def test_who_is_compared_is_in_every_group() -> None:
     assert groups_of(["adamw", "a", "b", "c"], None) == [["adamw", "a", "b", "c"]]
     assert groups_of(["adamw", "a", "b", "c"], 2) == [["adamw", "a"], ["adamw", "b"], ["adamw", "c"]]
