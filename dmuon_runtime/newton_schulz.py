@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dmuon_runtime._choice_store import choice_store
-from dmuon_runtime._ns_checks import checked_restarts, refuse_non_matrices, with_index
+from dmuon_runtime._ns_checks import checked_restarts, checked_steps, refuse_non_matrices, with_index
 from dmuon_runtime._ns_choices import Choices, Form
 from dmuon_runtime._ns_graphs import Captured, GraphCache
 from dmuon_runtime._ns_groups import (
@@ -119,10 +119,9 @@ class NewtonSchulz:
         """Return the coefficients and restarts of a call with ``steps`` steps.
 
         Raises:
-            ValueError: ``steps`` below 1, or a restart at or after the last step.
+            ValueError: ``steps`` that is no whole number of at least 1, or a restart at or after the last step.
         """
-        if steps < 1:
-            raise ValueError(f"Newton-Schulz needs at least 1 step, found {steps}")
+        steps = checked_steps(steps)
         restarts = default_restarts(steps) if self.restart_iterations is None else self.restart_iterations
         late = [restart for restart in restarts if restart >= steps]
         if late:
@@ -228,14 +227,14 @@ class NewtonSchulz:
         """Return the orthogonalised matrices, in the dtype, shape and order of the inputs, which are not modified.
 
         A matrix of exact zeros gives exact zeros. One with NaN or infinity gives NaN in all its elements, and does
-        not touch the others. Zero-size dims are allowed.
+        not touch the others. A matrix without elements comes back as it is.
 
         Args:
             matrices: floating tensors [..., m, n], any mix of sizes, layouts, dtypes and devices.
             steps: number of iterations.
 
         Raises:
-            ValueError: bad ``steps``, or tensors that are no floating matrices (all of them named).
+            ValueError: bad ``steps``, or tensors that are no floating matrices or an empty batch (all of them named).
         """
         refuse_non_matrices(matrices)
         recipe = Recipe(*self.plan(steps))
