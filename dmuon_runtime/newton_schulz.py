@@ -353,7 +353,7 @@ class NewtonSchulz:
             for same, stack in zip(members.values(), stacks, strict=True):
                 fill(stack, [tensors[index] for index in same])
             longs, q = recipe.run(group, stacks, self._choices.entries) if captured is None else captured.replay()
-            return finish(longs, q, members, tensors)
+            return finish(longs, q, members, tensors, group.kernel)
 
     def _graph(
         self, key: Hashable, group: Group, recipe: Recipe, shapes: Sequence[tuple[int, int, int]]
