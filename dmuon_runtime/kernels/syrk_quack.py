@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dmuon_runtime.kernels._base import SymmetricKernel
+from dmuon_runtime.kernels._settings import keep_compiled_kernels
 from dmuon_runtime.kernels._tiles import Product, Tile, decide_plain_tile, decide_tile
 
 __all__ = ["ADAPTER_READY", "Quack", "product_of", "rectangular", "rectangular_ready"]
@@ -28,6 +29,7 @@ ALIGNMENT = 8
 
 @lru_cache(maxsize=1)
 def _import_product() -> tuple[Callable[..., Any] | None, str]:
+    keep_compiled_kernels()
     try:
         module = importlib.import_module("quack.gemm_symmetric")
         return cast("Callable[..., Any]", module.gemm_symmetric), "quack-kernels"

@@ -148,6 +148,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         missing = ImportError("No module named 'quack'")
         modules = {"quack.gemm_symmetric": SimpleNamespace(gemm_symmetric=print)}
         clear()
+        monkeypatch.setenv("QUACK_CACHE_DIR", "elsewhere")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
