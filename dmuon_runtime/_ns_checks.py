@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 __all__ = ["checked_restarts", "checked_steps", "refuse_non_matrices", "with_index"]
 
@@ -21,8 +22,8 @@ def refuse_non_matrices(matrices: Sequence[Tensor]) -> None:
     if bad:
         raise ValueError(
             f"Newton-Schulz takes floating dense tensors [..., m, n], found {'; '.join(bad)}: cast integers to a "
-            "floating dtype, split complex tensors, make sparse ones dense, make tensors of other objects, "
-            "give vectors two dims or to AdamW, leave empty batches out"
+            "floating dtype, split complex tensors, make sparse ones dense, make tensors of other objects, gather "
+            "distributed ones (full_tensor), give vectors two dims or to AdamW, leave empty batches out"
         )
 
 
@@ -32,6 +33,8 @@ def _mistake(g: object) -> str | None:
         return f"a {type(g).__name__}"
     if g.dim() < 2 or not g.dtype.is_floating_point:
         return f"{tuple(g.shape)} {g.dtype}"
+    if isinstance(g, DTensor):
+        return f"{tuple(g.shape)}, a distributed tensor"
     if g.layout != torch.strided:
         return f"{tuple(g.shape)} {g.dtype} with layout {str(g.layout).removeprefix('torch.')}"
     return f"{tuple(g.shape)}, an empty batch" if 0 in g.shape[:-2] else None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from dmuon_runtime import ledger
 from dmuon_runtime.coefficients import (
@@ -240,6 +244,16 @@ def test_a_rank_without_matrices_has_nothing_to_do() -> None:
 def test_what_is_no_matrix_is_refused_with_the_cure(bad: object, found: str, cure: str) -> None:
     with pytest.raises(ValueError, match=rf"found \[1\] {found}: .*{cure}"):
         NewtonSchulz().orthogonalize([gaussian(2, 2), bad])  # type: ignore[list-item]
+
+
+def test_a_shard_is_not_taken_for_the_matrix(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        shard = distribute_tensor(gaussian(8, 16), init_device_mesh("cpu", (1,)), [Shard(0)])
+        with pytest.raises(ValueError, match=r"\[0\] \(8, 16\), a distributed tensor: .*gather distributed ones"):
+            newton_schulz(shard)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_bad_settings_are_refused_with_the_cure() -> None:
