@@ -1,8 +1,14 @@
-"""Overlap as a profiler trace shows it: kernels of collectives against kernels of compute, by route and phase.
+"""Overlap as a profiler trace shows it, by route and phase, read in two ways.
 
-The definition is that of trace analysis: the intervals of a route's communication kernels are merged, those of all
-compute kernels are merged, and overlap is |communication ∩ compute| / |communication|. Routes overlap each other, so
-their seconds do not add up to the total's. A route is known from the annotation around the call that launched a kernel.
+*Without compute*, as trace analysis does: the intervals of a route's communication kernels are merged, those of all
+compute kernels are merged, and overlap is |communication ∩ compute| / |communication|. A device that has nothing to
+compute because the host is late, or because it serves another process, counts as exposed communication there.
+
+*Stalled*: of a collective that compute waits for, the part that falls between the last kernel before the wait and the
+first one behind it on the compute stream. That is what the runtime counts as exposed, found without its events.
+
+Routes overlap each other, so their seconds do not add up to the total's. A route, and with ``#`` the collective, is
+known from the annotation around the call that launched a kernel or waited for one.
 """
 
 from __future__ import annotations
@@ -13,10 +19,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["PREFIX", "TracedComm", "Window", "intersection_us", "length_us", "merged", "read_overlap"]
+__all__ = ["PREFIX", "WAIT", "TracedComm", "Window", "intersection_us", "length_us", "merged", "read_overlap"]
 
 PREFIX = "dmuon:"
-"""Annotations ``dmuon:<route>/<phase>`` surround the issue of a collective."""
+"""Annotations ``dmuon:<route>/<phase>#<number>`` surround the issue of a collective."""
+WAIT = "dmuon-wait:"
+"""Annotations ``dmuon-wait:<route>/<phase>#<number>`` surround the compute stream's wait for it."""
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
 Interval = tuple[float, float]
 Window = tuple[float, float]
 
@@ -29,6 +38,8 @@ class TracedComm:
     """Of the merged intervals."""
     hidden_seconds: float
     """The part of it during which some compute kernel ran."""
+    stalled_seconds: float = 0.0
+    """The part of it during which the compute stream stood still, waiting for it."""
 
     @property
     def exposed_seconds(self) -> float:
@@ -39,6 +50,11 @@ class TracedComm:
     def overlap_ratio(self) -> float | None:
         """Hidden over all; None without communication."""
         return self.hidden_seconds / self.seconds if self.seconds > 0 else None
+
+    @property
+    def unstalled_ratio(self) -> float | None:
+        """What compute did not wait for over all; None without communication."""
+        return 1 - self.stalled_seconds / self.seconds if self.seconds > 0 else None
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
@@ -83,21 +99,61 @@ def read_overlap(trace: Mapping[str, Any], window: Window | None = None) -> dict
     kernels = [event for event in events if event.get("cat") == "kernel" and _inside(event, window)]
     if not kernels:
         raise ValueError("the trace has no kernel events: take it on a GPU with ProfilerActivity.CUDA")
-    routes = _routes_by_correlation(events)
+    issued = _around_launches(events)
     compute = merged(_interval(event) for event in kernels if not _is_comm(event))
-    by_key: dict[str, list[Interval]] = defaultdict(list)
+    collectives: dict[str, list[Interval]] = defaultdict(list)
+    unknown: list[Interval] = []
     for event in kernels:
         if _is_comm(event):
-            key = routes.get(event.get("args", {}).get("correlation", -1))
-            by_key["total"].append(_interval(event))
-            if key is not None:
-                by_key[key].append(_interval(event))
-    return {key: _comm(intervals, compute) for key, intervals in sorted(by_key.items())}
+            name = issued.get(_correlation(event))
+            (unknown if name is None else collectives[name]).append(_interval(event))
+    stalls = _stalls(events, [event for event in kernels if not _is_comm(event)])
+    by_key: dict[str, list[str]] = defaultdict(list)
+    for name in collectives:
+        by_key[name.partition("#")[0]].append(name)
+    by_key["total"] = list(collectives)
+    found = {}
+    for key, names in sorted(by_key.items()):
+        own = merged(part for name in names for part in collectives[name])
+        own = merged([*own, *unknown]) if key == "total" else own
+        stalled = merged(part for name in names for part in _shared(collectives[name], stalls.get(name, [])))
+        seconds = (length_us(own), intersection_us(own, compute), length_us(stalled))
+        found[key] = TracedComm(*(each / 1e6 for each in seconds))
+    return found
 
 
-def _comm(intervals: Iterable[Interval], compute: Sequence[Interval]) -> TracedComm:
-    own = merged(intervals)
-    return TracedComm(length_us(own) / 1e6, intersection_us(own, compute) / 1e6)
+def _stalls(events: Sequence[Mapping[str, Any]], compute: Sequence[Mapping[str, Any]]) -> dict[str, list[Interval]]:
+    """Return when the compute stream stood between two kernels with a wait between their launches, by collective.
+
+    The compute stream is the one whose kernels take longest. Kernels of a stream run in the order of their launches.
+    """
+    busy: dict[object, float] = defaultdict(float)
+    for event in compute:
+        busy[event["args"]["stream"]] += float(event["dur"])
+    stream = max(busy, key=lambda each: busy[each], default=None)
+    launched = {
+        int(event["args"]["correlation"]): float(event["ts"])
+        for event in events
+        if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
+    }
+    ordered = sorted(
+        (launched[_correlation(event)], *_interval(event))
+        for event in compute
+        if event["args"]["stream"] == stream and _correlation(event) in launched
+    )
+    found: dict[str, list[Interval]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") == "user_annotation" and str(event["name"]).startswith(WAIT):
+            behind = bisect.bisect_left(ordered, _interval(event)[1], key=lambda each: each[0])
+            if 0 < behind < len(ordered) and ordered[behind - 1][2] < ordered[behind][1]:
+                found[str(event["name"]).removeprefix(WAIT)].append((ordered[behind - 1][2], ordered[behind][1]))
+    return found
+
+
+def _shared(first: Iterable[Interval], second: Iterable[Interval]) -> list[Interval]:
+    """Return the intervals that both have in common."""
+    pairs = [(max(a, c), min(b, d)) for a, b in first for c, d in second]
+    return [(begin, end) for begin, end in pairs if begin < end]
 
 
 def _is_comm(event: Mapping[str, Any]) -> bool:
@@ -113,7 +169,11 @@ def _interval(event: Mapping[str, Any]) -> Interval:
     return begin, begin + float(event["dur"])
 
 
-def _routes_by_correlation(events: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+def _correlation(event: Mapping[str, Any]) -> int:
+    return int(event.get("args", {}).get("correlation", -1))
+
+
+def _around_launches(events: Sequence[Mapping[str, Any]]) -> dict[int, str]:
     """Return the annotation in which a launch stood, by the correlation of the launch and its kernel."""
     ranges: dict[object, list[tuple[float, float, str]]] = defaultdict(list)
     for event in events:
@@ -123,10 +183,10 @@ def _routes_by_correlation(events: Sequence[Mapping[str, Any]]) -> dict[int, str
         found.sort()
     routes = {}
     for event in events:
-        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {}):
+        if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {}):
             name = _around(ranges.get(event.get("tid"), []), float(event["ts"]))
             if name is not None:
-                routes[int(event["args"]["correlation"])] = name
+                routes[_correlation(event)] = name
     return routes
 
 

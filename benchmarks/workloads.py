@@ -53,6 +53,8 @@ WORKLOADS: Mapping[str, Workload] = {
     "llama-3.1-8b": Workload(4096, 14336, 32, 32, 8, 128_256, 1, 2048),
     "cpu": Workload(256, 1024, 4, 4, 4, 512, 4, 128),
     "tiny": Workload(64, 128, 2, 4, 4, 512, 2, 32),
+    "host": Workload(64, 128, 12, 4, 4, 512, 1, 16),
 }
-"""``llama`` is that of the measured figures in the design's reference; ``cpu`` and ``tiny`` are for
-machines without a GPU."""
+"""``llama`` is that of the measured figures in the design's reference; ``cpu`` and ``tiny`` are for machines without a
+GPU. ``host`` has the layers of ``small-matrices`` and next to nothing to compute: what is left is the host's own work.
+"""

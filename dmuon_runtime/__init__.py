@@ -30,17 +30,12 @@ from dmuon_runtime.errors import (
     UnmanagedParameters,
     UnsupportedFeature,
 )
+from dmuon_runtime.functional import direct_newton_schulz, gram_newton_schulz, newton_schulz
 from dmuon_runtime.guests import ignore_in_ddp, ignored_params
 from dmuon_runtime.kernels import get_backend_status, get_ns_backend
 from dmuon_runtime.muon import Muon
 from dmuon_runtime.muon_adamw import MuonAdamW
-from dmuon_runtime.newton_schulz import (
-    NewtonSchulz,
-    direct_newton_schulz,
-    gram_newton_schulz,
-    newton_schulz,
-    orthogonality_error,
-)
+from dmuon_runtime.newton_schulz import NewtonSchulz, orthogonality_error
 from dmuon_runtime.optimizer_state import get_optimizer_state_dict, set_optimizer_state_dict
 from dmuon_runtime.outcome import StepOutcome
 from dmuon_runtime.plan import BucketPlan, ParameterPlan, RankPlan, RuntimePlan, Traffic, UnitPlan

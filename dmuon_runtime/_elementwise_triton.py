@@ -4,6 +4,9 @@ Bytes an element for bfloat16 input and float16 output: 2 + 2 + 2. Plain torch m
 
 E elements of a matrix, P partial results of a matrix, B batch of matrices. Grids have one axis: any other ends at
 65 535, and a batch need not.
+
+Hundreds of these are launched in a step, so the host's time counts: quotients are taken by Python's own integers, for
+``triton.cdiv`` and ``triton.next_power_of_2`` take over a microsecond each.
 """
 
 from __future__ import annotations
@@ -71,17 +74,16 @@ def _divide(  # type: ignore[no-untyped-def]
 def normalize(g: Tensor, out: Tensor) -> None:
     """Write ``g`` [B, M, N] over its Frobenius norms to ``out`` [B, M, N]; both contiguous, on one CUDA device."""
     num_matrices, num_elements = g.shape[0], g.shape[1] * g.shape[2]
-    blocks = triton.cdiv(num_elements, BLOCK)
-    num_partials = min(blocks, MAX_PARTIALS)
-    per_program = triton.cdiv(blocks, num_partials) * BLOCK
-    num_partials = triton.cdiv(num_elements, per_program)
-    partials = torch.empty(2, num_matrices, num_partials, dtype=torch.float32, device=g.device)
+    blocks = -(-num_elements // BLOCK)
+    per_program = -(-blocks // MAX_PARTIALS) * BLOCK
+    num_partials = -(-num_elements // per_program)
+    largest, squares = torch.empty(2, num_matrices, num_partials, dtype=torch.float32, device=g.device).unbind()
     grid = (num_partials * num_matrices,)
     with torch.cuda.device(g.device):
-        _partials[grid](g, partials[0], partials[1], num_elements, num_partials, per_program, BLOCK, num_warps=8)
+        _partials[grid](g, largest, squares, num_elements, num_partials, per_program, BLOCK, num_warps=8)
         _divide[grid](
-            g, out, partials[0], partials[1], num_elements, num_partials, per_program, BLOCK,
-            triton.next_power_of_2(num_partials), num_warps=8,
+            g, out, largest, squares, num_elements, num_partials, per_program, BLOCK,
+            1 << (num_partials - 1).bit_length(), num_warps=8,
         )  # fmt: skip
 
 
@@ -97,7 +99,7 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     block = 4096
     with torch.cuda.device(x.device):
-        _cast[(triton.cdiv(x.numel(), block),)](x, out, x.numel(), block, num_warps=8)
+        _cast[(-(-x.numel() // block),)](x, out, x.numel(), block, num_warps=8)
     return out
 
 
@@ -112,6 +114,6 @@ def _add_identity(z, n, blocks, a, BLOCK: tl.constexpr):  # type: ignore[no-unty
 def add_identity(z: Tensor, a: float) -> None:
     """Add ``a I`` to contiguous ``z`` [B, N, N] in place."""
     block = 256
-    blocks = triton.cdiv(z.shape[1], block)
+    blocks = -(-z.shape[1] // block)
     with torch.cuda.device(z.device):
         _add_identity[(blocks * z.shape[0],)](z, z.shape[1], blocks, a, block, num_warps=2)

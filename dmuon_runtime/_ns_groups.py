@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import torch
@@ -22,7 +23,7 @@ from dmuon_runtime.kernels._tiles import matrices_that_fill
 
 __all__ = [
     "Group", "Recipe", "by_shape", "compute_dtype", "decide_form", "empty_stack", "fill", "finish", "is_open",
-    "num_matrices_of", "rounds", "stack_shapes",
+    "kept_bytes", "num_matrices_of", "rounds", "stack_shapes",
 ]  # fmt: skip
 
 
@@ -123,6 +124,26 @@ def rounds(group: Group, members: Sequence[int], shapes: Sequence[Sequence[int]]
             rest.extend(same)
     found.extend(_even(rest, counts, full))
     return [[members[place] for place in part] for part in found]
+
+
+@lru_cache(maxsize=4096)
+def kept_bytes(shapes: tuple[tuple[int, ...], ...]) -> int:
+    """Return what captured graphs keep between the steps of a rank that owns tensors of ``shapes`` [..., m, n].
+
+    The inputs of the largest round once, for all of them, and the last X and Q of each different round, in 16 bits.
+    """
+    by_side: defaultdict[int, list[int]] = defaultdict(list)
+    for index, shape in enumerate(shapes):
+        by_side[min(shape[-2:])].append(index)
+    inputs, outputs = 0, 0
+    for side, members in by_side.items():
+        group = Group(torch.device("cuda", 0), torch.float16, side, 0, "", "gram")
+        cut = rounds(group, members, shapes)
+        for stacks in {stack_shapes([shapes[index] for index in part]) for part in cut}:
+            elements = sum(math.prod(stack) for stack in stacks)
+            inputs = max(inputs, elements)
+            outputs += elements + sum(stack[0] for stack in stacks) * side**2
+    return 2 * (inputs + outputs)
 
 
 def _even(places: Sequence[int], counts: Sequence[int], full: int) -> list[list[int]]:

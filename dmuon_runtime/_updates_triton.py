@@ -47,7 +47,7 @@ def momentum(buffer: Tensor, gradient: Tensor, momentum: float, nesterov: bool, 
     count = buffer.numel()
     if count:
         with torch.cuda.device(buffer.device):
-            _momentum[(triton.cdiv(count, BLOCK),)](
+            _momentum[(-(-count // BLOCK),)](
                 buffer, gradient, ahead, buffer if gate is None else gate, float(momentum), count,
                 gate is not None, nesterov, BLOCK, num_warps=NUM_WARPS,
             )  # fmt: skip
@@ -71,7 +71,7 @@ def _apply_change(  # type: ignore[no-untyped-def]
 def apply_change(weight: Tensor, direction: Tensor, factor: float, keep: float, gate: Tensor | None) -> Tensor:
     """Do ``w <- keep w + factor direction``; return sums of squares of ``factor direction``, float32 [P]."""
     count = weight.numel()
-    num_programs = triton.cdiv(count, BLOCK)
+    num_programs = -(-count // BLOCK)
     squares = torch.empty(num_programs, dtype=torch.float32, device=weight.device)
     if count:
         with torch.cuda.device(weight.device):
@@ -118,7 +118,7 @@ def adamw(
 ) -> Tensor:  # fmt: skip
     """Do one AdamW step of one tensor, ``step`` (0-dim) counting it already; return sums of squares, float32 [P]."""
     count = weight.numel()
-    num_programs = triton.cdiv(count, BLOCK)
+    num_programs = -(-count // BLOCK)
     squares = torch.empty(num_programs, dtype=torch.float32, device=weight.device)
     numbers = [x for beta in betas for x in (float(beta), 1.0 - beta, math.log(beta) if beta > 0 else -math.inf)]
     if count:

@@ -52,8 +52,8 @@ H200 = ChipFigures(
     # Least squares of relative errors over the 16 cases of benchmarks/results/newton_schulz-nvidia-h200.json that name
     # shapes alone (python -m benchmarks.cost_model --fit).
     ns_group_s=64.8e-6,
-    ns_flops_per_s=745e12,
-    ns_element_s=8.21e-12,
+    ns_flops_per_s=754e12,
+    ns_element_s=8.53e-12,
     # By eye from those cases, which take up to 15 ms; the ratio from "Llama-3-8B, 1 of 8 ranks" in the same file.
     ns_burst_s=15e-3,
     ns_sustained_ratio=1.2,

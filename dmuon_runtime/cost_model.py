@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
+from dmuon_runtime._ns_groups import kept_bytes
 from dmuon_runtime.chips import ChipFigures
 from dmuon_runtime.matrices import MatrixShape, matrix_shapes
 from dmuon_runtime.partition import ADAMW_BYTES_PER_ELEMENT, NS_STEPS, NUM_RESTARTS, ns_flops
@@ -73,7 +74,7 @@ class Prediction:
     adamw_update_s: float
     adamw_exposed_s: float
     resident_bytes: int
-    """On the fullest rank, between steps."""
+    """On the fullest rank, between steps, with what captured Newton-Schulz graphs keep."""
     peak_bytes: int
     """The same at its worst moment, without activations."""
     adamw_resident_bytes: int
@@ -184,7 +185,9 @@ def predict_step(plan: RuntimePlan, chip: ChipFigures, work: StepWork) -> Predic
     published = _exposed([t.gather + t.publish for t in times], compute) - forward
     plain = [replace(t, gather=t.plain_gather, reduce=t.plain_reduce) for t in times]
     plain_forward = _exposed([t.gather for t in plain], compute)
-    ns = [ns_seconds(chip, shapes) for shapes in _rank_matrices(plan)]
+    matrices = _rank_matrices(plan)
+    ns = [ns_seconds(chip, shapes) for shapes in matrices]
+    kept = [kept_bytes(tuple((shape.count, shape.rows, shape.columns) for shape in shapes)) for shapes in matrices]
     elements = sum(entry.elements for entry in plan.parameters)
     parts = 1 if plan.storage == "replicated" else plan.mesh_shape[1]
     return Prediction(
@@ -199,8 +202,8 @@ def predict_step(plan: RuntimePlan, chip: ChipFigures, work: StepWork) -> Predic
         publish_exposed_s=published,
         adamw_update_s=elements / parts * ADAMW_BYTES_PER_ELEMENT / chip.memory_bytes_per_s,
         adamw_exposed_s=plain_forward * micro + _exposed_backward(plan, plain, micro),
-        resident_bytes=max(rank.resident_bytes for rank in plan.ranks),
-        peak_bytes=max(rank.peak_bytes for rank in plan.ranks),
+        resident_bytes=max(rank.resident_bytes + graphs for rank, graphs in zip(plan.ranks, kept, strict=True)),
+        peak_bytes=max(rank.peak_bytes + graphs for rank, graphs in zip(plan.ranks, kept, strict=True)),
         adamw_resident_bytes=12 * elements // parts,
     )
 

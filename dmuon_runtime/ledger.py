@@ -81,13 +81,7 @@ class Ledger:
 
     def count_launch(self, kernel: str, algorithm: str) -> None:
         """Count one symmetric product, after its launch returned."""
-        key, local = (kernel, algorithm), self._local
-        counts = local.recording
-        if counts is None and not local.is_muted:
-            counts = self._compared if local.is_comparing else self._launched
-        if counts is not None:
-            with self._lock:
-                counts[key] = counts.get(key, 0) + 1
+        self.add_launches({(kernel, algorithm): 1})
 
     @contextmanager
     def recording(self) -> Iterator[Launches]:
@@ -142,9 +136,16 @@ class Ledger:
             trial.matrices[key] = trial.matrices.get(key, 0) + number
 
     def add_launches(self, launches: Launches) -> None:
-        """Count what the replay of a captured graph launched."""
-        for key, number in launches.items():
-            self._add(key, launches=number)
+        """Count launches that were made, by whichever call or by the replay of a captured graph."""
+        local = self._local
+        counts = local.recording
+        if counts is None:
+            if local.is_muted:
+                return
+            counts = self._compared if local.is_comparing else self._launched
+        with self._lock:
+            for key, number in launches.items():
+                counts[key] = counts.get(key, 0) + number
 
     @contextmanager
     def orthogonalising(self, kernel: str, algorithm: str, num_matrices: int, device: torch.device) -> Iterator[None]:
@@ -173,12 +174,12 @@ class Ledger:
             self._settle()
             return {key: NsCount(each.launches, each.matrices, each.seconds) for key, each in self._counts.items()}
 
-    def _add(self, key: Key, *, launches: int = 0, matrices: int = 0, seconds: float = 0.0) -> None:
+    def _add(self, key: Key, *, matrices: int = 0, seconds: float = 0.0) -> None:
         if self._local.is_muted:
             return
         with self._lock:
             self._settle()
-            self._bump(key, launches, matrices, seconds)
+            self._bump(key, 0, matrices, seconds)
 
     def _bump(self, key: Key, launches: int, matrices: int, seconds: float) -> None:
         total = self._counts.get(key)

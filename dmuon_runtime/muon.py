@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast, overload
@@ -16,7 +14,7 @@ from dmuon_runtime.errors import NonFiniteGradient, ParamGroupError, SettingErro
 from dmuon_runtime.groups import GroupDefaults, build_groups, check_numbers, learning_rate
 from dmuon_runtime.guard import guarded_orthogonalize
 from dmuon_runtime.guests import Guest, find_guests, local_part
-from dmuon_runtime.matrices import join_blocks, matrix_blocks
+from dmuon_runtime.matrix_updates import SCALES, MatrixUpdates, Scale
 from dmuon_runtime.newton_schulz import NewtonSchulz
 from dmuon_runtime.outcome import StepOutcome, UpdateTotals
 from dmuon_runtime.pieces import Piece, collect_pieces
@@ -25,23 +23,8 @@ from dmuon_runtime.roster import Roster
 from dmuon_runtime.runtime import clear_with, find_runtime, inner_model
 from dmuon_runtime.schedule import Call
 from dmuon_runtime.spans import start_span
-from dmuon_runtime.updates import apply_change, momentum_update
 
-__all__ = ["Muon", "Scale", "update_scale"]
-
-Scale = Literal["match_rms_adamw", "original", "none"]
-_SCALES = ("match_rms_adamw", "original", "none")
-
-
-def update_scale(rule: Scale, rows: int, columns: int) -> float:
-    """Return the factor on an orthogonal update of ``rows`` by ``columns``.
-
-    ``match_rms_adamw``: ``0.2 sqrt(max(rows, columns))`` gives the update the RMS that AdamW typically has (Liu et al.,
-    2025); ``original``: ``sqrt(max(1, rows / columns))`` (Jordan et al., 2024).
-    """
-    if rule == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, columns))
-    return math.sqrt(max(1.0, rows / columns)) if rule == "original" else 1.0
+__all__ = ["Muon"]
 
 
 class Muon(torch.optim.Optimizer):
@@ -220,41 +203,37 @@ class Muon(torch.optim.Optimizer):
         )
 
     def _muon_update(self, members: Sequence[tuple[Piece, Mapping[str, object]]], gate: Tensor | None) -> list[Tensor]:
-        """Momentum, one Newton-Schulz call over all matrices of this rank, then decay and update.
+        """Momentum, Newton-Schulz over all matrices of this rank, decay and update; see :class:`MatrixUpdates`.
 
         Returns sums of squares of the changes before decay.
         """
-        looked_ahead = [self._momentum(piece, cast(float, group["momentum"]), gate) for piece, group in members]
-        blocks = [
-            matrix_blocks(tensor, piece.plan.matrix_view, piece.plan.split_rows)
-            for tensor, (piece, _) in zip(looked_ahead, members, strict=True)
-        ]
-        flat = [block for group in blocks for block in group]
-        results, gate = self._orthogonalize(flat, gate)
-        squares: list[Tensor] = []
-        for (piece, group), cut in zip(members, blocks, strict=True):
-            lr, decay = learning_rate(group), cast(float, group["weight_decay"])
-            factors = [-lr * update_scale(self.scale, *block.shape[-2:]) for block in cut]
-            parts = list(itertools.islice(results, len(cut)))
-            self.orthogonalized[piece.plan.name] += sum(math.prod(part.shape[:-2]) for part in parts)
-            if len(cut) > 1:  # blocks of different shapes have factors of their own
-                parts, factors = [part * factor for part, factor in zip(parts, factors, strict=True)], [1.0]
-            direction = join_blocks(parts, piece.master.shape, piece.plan.matrix_view)
-            squares.append(apply_change(piece.master, direction, factors[0], lr * decay, gate))
-        return squares
+        updates = MatrixUpdates(
+            [(piece, cast(Tensor, self.state[piece.parameter]["momentum_buffer"]), group) for piece, group in members],
+            nesterov=self.nesterov,
+            scale=self.scale,
+            gate=gate,
+        )
+        for indices, results in self._rounds(updates):
+            updates.apply(indices, results)
+            del results  # else a second round would be held while the next one runs
+        self.orthogonalized.update(updates.orthogonalized)
+        return updates.squares
 
-    def _orthogonalize(self, matrices: list[Tensor], gate: Tensor | None) -> tuple[Iterator[Tensor], Tensor | None]:
-        """Return the results and the gate, closed also where a device found a kernel's result bad on some rank."""
-        if self.newton_schulz.guard is None:
-            return iter(self.newton_schulz.orthogonalize(matrices, self.ns_steps)), gate
-        results, good = guarded_orthogonalize(self.newton_schulz, self.runtime.transport, matrices, self.ns_steps)
+    def _rounds(self, updates: MatrixUpdates) -> Iterator[tuple[Sequence[int], list[Tensor]]]:
+        """Yield indices and results as they come; with a guard all at once, after all ranks have agreed on them.
+
+        The gate of ``updates`` is closed too where a device found a kernel's result bad on some rank.
+        """
+        newton_schulz = self.newton_schulz
+        if newton_schulz.guard is None:
+            yield from newton_schulz.each_round(updates.like, updates.load, self.ns_steps)
+            return
+        everything = range(len(updates.like))
+        matrices = [updates.load(index) for index in everything]
+        results, good = guarded_orthogonalize(newton_schulz, self.runtime.transport, matrices, self.ns_steps)
         if good is not None:
-            gate = good if gate is None else gate * good
-        return iter(results), gate
-
-    def _momentum(self, piece: Piece, momentum: float, gate: Tensor | None) -> Tensor:
-        buffer = cast(Tensor, self.state[piece.parameter]["momentum_buffer"])
-        return momentum_update(buffer, piece.gradient, momentum, self.nesterov, gate)
+            updates.gate = good if updates.gate is None else updates.gate * good
+        yield everything, results
 
 
 def _adamw_settings(group: Mapping[str, object]) -> AdamWSettings:
@@ -277,8 +256,8 @@ def _newton_schulz_of(backend: str | NewtonSchulz, steps: int) -> NewtonSchulz:
 
 def _check_settings(scale: str, non_finite: str, ns_steps: int) -> None:
     mistakes: list[str] = []
-    if scale not in _SCALES:
-        mistakes.append(f"scale must be one of {', '.join(_SCALES)}, not {scale!r}")
+    if scale not in SCALES:
+        mistakes.append(f"scale must be one of {', '.join(SCALES)}, not {scale!r}")
     if non_finite not in ("skip", "raise"):
         mistakes.append(f'non_finite must be "skip" or "raise", not {non_finite!r}')
     if not isinstance(ns_steps, int) or ns_steps < 1:

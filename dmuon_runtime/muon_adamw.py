@@ -15,7 +15,7 @@ from dmuon_runtime._muon_adamw_record import RECORD_VERSION, AdamWState, MuonAda
 from dmuon_runtime.adamw import AdamWSettings, AdamWTensors, adamw_update
 from dmuon_runtime.coefficients import coefficients_for
 from dmuon_runtime.errors import GradientMismatch, SelectionError, SettingError
-from dmuon_runtime.muon import Scale, update_scale
+from dmuon_runtime.matrix_updates import Scale, update_scale
 from dmuon_runtime.newton_schulz import NewtonSchulz
 from dmuon_runtime.updates import apply_change
 
@@ -66,7 +66,7 @@ class MuonAdamW(torch.optim.Optimizer):
         muon_parameters: full names or the parameters themselves, matrices all. Do not select embeddings, output heads.
         lr: of Muon. AdamW's is ``adamw_lr``, or ``lr * adamw_lr_ratio`` (default 0.015) where that is None.
         momentum_convention: ``sgd`` accumulates ``m <- mu m + g``, ``ema`` averages ``m <- mu m + (1 - mu) g``.
-        scale: see :func:`dmuon_runtime.muon.update_scale`.
+        scale: see :func:`dmuon_runtime.matrix_updates.update_scale`.
         newton_schulz: None is the default :class:`NewtonSchulz`.
 
     Every step checks the metadata of model, gradients and rates before anything moves. A parameter without a gradient

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final, Literal
 
@@ -50,10 +50,7 @@ from dmuon_runtime.ledger import LEDGER
 from dmuon_runtime.orthogonality import orthogonality_error
 from dmuon_runtime.restarts import default_restarts
 
-__all__ = [
-    "Choices", "NewtonSchulz", "default_restarts", "direct_newton_schulz", "gram_newton_schulz", "newton_schulz",
-    "orthogonality_error",
-]  # fmt: skip
+__all__ = ["Choices", "NewtonSchulz", "default_restarts", "orthogonality_error"]
 
 Backend = Literal["gram", "direct"]
 BACKENDS: Final = ("gram", "direct")
@@ -213,7 +210,7 @@ class NewtonSchulz:
             matrices = [torch.ones([1] * len(shape), dtype=dtype, device=device).expand(*shape) for shape in shapes]
             with LEDGER.muted():
                 for _ in range(2):  # compiles, then captures
-                    NewtonSchulz.orthogonalize(self, matrices, steps)
+                    self.orthogonalize(matrices, steps)
             torch.cuda.synchronize(device)
         return self._choices
 
@@ -236,15 +233,39 @@ class NewtonSchulz:
         Raises:
             ValueError: bad ``steps``, or tensors that are no floating matrices or an empty batch (all of them named).
         """
-        refuse_non_matrices(matrices)
-        recipe = Recipe(*self.plan(steps))
-        results = [g.new_zeros(g.shape) if g.numel() == 0 else g for g in matrices]
-        shapes, dtypes, devices = [g.shape for g in matrices], [g.dtype for g in matrices], [g.device for g in matrices]
-        for group, members in self._groups_of(shapes, dtypes, devices, steps):
-            done = self._run_watched(group, recipe, [matrices[index] for index in members])
+        results = list(matrices)
+        for members, done in self.each_round(matrices, matrices.__getitem__, steps):
             for index, result in zip(members, done, strict=True):
                 results[index] = result
         return results
+
+    def each_round(
+        self, like: Sequence[Tensor], load: Callable[[int], Tensor], steps: int = 5
+    ) -> Iterator[tuple[list[int], list[Tensor]]]:
+        """Orthogonalise round by round, so that no more than a round needs to be in memory at once.
+
+        A round holds what runs together (on CUDA about as much as fills the device). :meth:`orthogonalize` does the
+        same rounds and gives the same bits. Whoever derives from this class changes this method alone.
+
+        Args:
+            like: a tensor [..., m, n] of the shape, dtype and device of each matrix; its elements are not read.
+            load: returns matrix ``index``, once, when its round begins; it is not modified.
+            steps: number of iterations.
+
+        Yields:
+            The indices of a round and their results; every tensor is in one round.
+
+        Raises:
+            ValueError: as :meth:`orthogonalize`, when the first round is asked for.
+        """
+        refuse_non_matrices(like)
+        recipe = Recipe(*self.plan(steps))
+        shapes, dtypes, devices = [g.shape for g in like], [g.dtype for g in like], [g.device for g in like]
+        empty = [index for index, shape in enumerate(shapes) if 0 in shape]
+        if empty:
+            yield empty, [torch.zeros_like(load(index)) for index in empty]
+        for group, members in self._groups_of(shapes, dtypes, devices, steps):
+            yield members, self._run_watched(group, recipe, [load(index) for index in members])
 
     def fall_back(self, matrices: Sequence[Tensor], steps: int = 5) -> list[Tensor]:
         """As :meth:`orthogonalize`, with ``cublas`` for every matrix."""
@@ -280,23 +301,21 @@ class NewtonSchulz:
         Empty tensors are in no group.
         """
         recipe = Recipe(*self.plan(steps))
-        units = [
-            (self._form_of(shape, dtype, device, recipe), device, compute_dtype(dtype, device))
-            for shape, dtype, device in zip(shapes, dtypes, devices, strict=True)
-        ]
-        counts: Counter[tuple[Form, torch.device, torch.dtype]] = Counter()
-        for unit, shape in zip(units, shapes, strict=True):
-            counts[unit] += num_matrices_of(shape)
-        groups: defaultdict[Group, list[int]] = defaultdict(list)
-        for index, (unit, shape) in enumerate(zip(units, shapes, strict=True)):
-            form, device, dtype = unit
+        kinds: defaultdict[tuple[int, int, torch.dtype, torch.device], list[int]] = defaultdict(list)
+        for index, (shape, dtype, device) in enumerate(zip(shapes, dtypes, devices, strict=True)):
             if 0 not in shape:
-                name = "direct"
-                if self.backend == "gram":
-                    name = decide_form(form.of(counts[unit]), self._choices.entries)
-                long_dim = 0 if name == "gram" else form.long_dim
-                groups[Group(device, dtype, form.short_dim, long_dim, form.kernel, name)].append(index)
-        return [(group, part) for group, members in groups.items() for part in rounds(group, members, shapes)]
+                kinds[shape[-2], shape[-1], dtype, device].append(index)
+        units: defaultdict[tuple[Form, torch.device, torch.dtype], list[int]] = defaultdict(list)
+        for (rows, columns, dtype, device), members in kinds.items():  # few, where there may be hundreds of tensors
+            form = self._form_of((rows, columns), dtype, device, recipe)
+            units[form, device, compute_dtype(dtype, device)] += members
+        groups: defaultdict[Group, list[int]] = defaultdict(list)
+        for (form, device, dtype), members in units.items():
+            number = sum(num_matrices_of(shapes[index]) for index in members)
+            name = decide_form(form.of(number), self._choices.entries) if self.backend == "gram" else "direct"
+            long_dim = 0 if name == "gram" else form.long_dim
+            groups[Group(device, dtype, form.short_dim, long_dim, form.kernel, name)] += members
+        return [(group, part) for group, places in groups.items() for part in rounds(group, sorted(places), shapes)]
 
     def _form_of(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, recipe: Recipe) -> Form:
         """Describe one matrix of ``shape`` for the choice of a form."""
@@ -364,34 +383,3 @@ class NewtonSchulz:
             inputs = self._graphs.inputs(shapes, group.dtype, group.device)
             found = self._graphs.capture(key, inputs, lambda stacks: recipe.run(group, stacks, self._choices.entries))
         return found
-
-
-def newton_schulz(
-    matrix: Tensor,
-    steps: int = 5,
-    *,
-    coefficients: Sequence[Sequence[float]] | None = None,
-    restart_iterations: Sequence[int] | None = None,
-) -> Tensor:
-    """Orthogonalise ``matrix`` [..., m, n] with the defaults of :class:`NewtonSchulz`."""
-    return NewtonSchulz(coefficients=coefficients, restart_iterations=restart_iterations)(matrix, steps)
-
-
-def gram_newton_schulz(
-    matrix: Tensor,
-    steps: int = 5,
-    *,
-    coefficients: Sequence[Sequence[float]] | None = None,
-    restart_iterations: Sequence[int] | None = None,
-    deterministic: bool = False,
-) -> Tensor:
-    """Orthogonalise ``matrix`` [..., m, n] through its Gram matrix."""
-    ns = NewtonSchulz("gram", "auto", coefficients, restart_iterations, deterministic)
-    return ns(matrix, steps)
-
-
-def direct_newton_schulz(
-    matrix: Tensor, steps: int = 5, *, coefficients: Sequence[Sequence[float]] | None = None
-) -> Tensor:
-    """Orthogonalise ``matrix`` [..., m, n] by the classic form."""
-    return NewtonSchulz("direct", coefficients=coefficients)(matrix, steps)

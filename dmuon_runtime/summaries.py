@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from dmuon_runtime.chips import ChipFigures
 from dmuon_runtime.cost_model import StepWork, predict_step
 from dmuon_runtime.matrices import matrix_shapes
-from dmuon_runtime.muon import Muon, update_scale
+from dmuon_runtime.matrix_updates import update_scale
+from dmuon_runtime.muon import Muon
 from dmuon_runtime.plan import BucketPlan, ParameterPlan, RuntimePlan, UnitPlan
 from dmuon_runtime.runtime import find_runtime
 

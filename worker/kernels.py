@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,14 +57,19 @@ class SampledNewtonSchulz(NewtonSchulz):
     sample_next = False
     last_error: float | None = None
 
-    def orthogonalize(self, matrices: Sequence[Tensor], steps: int = 5) -> list[Tensor]:
-        """As in the base class; after ``sample_next`` was set, the smallest result is measured once."""
-        results = super().orthogonalize(matrices, steps)
-        if self.sample_next and results:
+    def each_round(
+        self, like: Sequence[Tensor], load: Callable[[int], Tensor], steps: int = 5
+    ) -> Iterator[tuple[list[int], list[Tensor]]]:
+        """As in the base class; after ``sample_next`` was set, the result for the smallest matrix is measured once."""
+        chosen = None
+        if self.sample_next and like:
             self.sample_next = False
-            smallest = min(results, key=lambda result: (min(result.shape[-2:]), result.numel()))
-            self.last_error = float(orthogonality_error(smallest.reshape(-1, *smallest.shape[-2:])[0]))
-        return results
+            chosen = min(range(len(like)), key=lambda index: (min(like[index].shape[-2:]), like[index].numel()))
+        for indices, results in super().each_round(like, load, steps):
+            if chosen in indices:
+                smallest = results[indices.index(chosen)]
+                self.last_error = float(orthogonality_error(smallest.reshape(-1, *smallest.shape[-2:])[0]))
+            yield indices, results
 
 
 def make_newton_schulz(spec: KernelsSpec, kernel: Kernel) -> SampledNewtonSchulz:

@@ -1,4 +1,4 @@
-// Kernels, their breakers, and the three things an operator can do: trip, reset, swap. Each needs a reason and a yes.
+// Kernels, their breakers, and what an operator can do: trip, force, reset, swap. Each needs a reason and a yes.
 
 import { get, send } from "./api.js";
 import { at, h, pill, put, short, toast } from "./dom.js";
@@ -18,15 +18,14 @@ export async function lookAtBreakers(jobId) {
   return Object.fromEntries(found.map((each) => [each.kernel, stateFor(each, jobId)]));
 }
 
-// A word for this job, else what moved by itself, else the word for all.
+// The word for this job, else the word for all; where that leaves the kernel running, what moved by itself since.
 function stateFor(breaker, jobId) {
-  if (breaker.jobs[jobId]) {
-    const word = breaker.history.find((each) => each.scope === jobId);
-    return { state: breaker.jobs[jobId], why: word ? `${word.actor}: ${word.reason}` : "" };
-  }
+  const own = breaker.jobs[jobId];
+  const word = own ? breaker.history.find((each) => each.scope === jobId) : breaker;
+  const state = own ?? breaker.state;
   const moved = breaker.runtime.find((each) => each.job === jobId);
-  if (breaker.state === "closed" && moved) return { state: moved.state, why: `by itself at step ${moved.step}: ${moved.reason}` };
-  return { state: breaker.state, why: breaker.reason ? `${breaker.actor}: ${breaker.reason}` : "" };
+  if (state === "closed" && moved) return { state: moved.state, why: `by itself at step ${moved.step}: ${moved.reason}` };
+  return { state, why: word?.reason ? `${word.actor}: ${word.reason}` : "" };
 }
 
 // Of a baseline, whose kernels are torch's, there is nothing to operate; null: not known yet.
@@ -52,7 +51,9 @@ export function showKernels(job, last, launching, breakers) {
     if (breaker) {
       pill(row.state, breaker.state);
       put(row.why, breaker.why);
-      row.trip.disabled = ["open", "forced_open"].includes(breaker.state);
+      const tries = ["open", "half_open"].includes(breaker.state); // by itself, and will run the kernel again by itself
+      row.trip.disabled = tries || breaker.state === "forced_open";
+      row.force.disabled = !tries;
       row.reset.disabled = breaker.state === "closed";
     }
   }
@@ -70,16 +71,17 @@ function makeRow(name, job) {
   const cells = name === FALLBACK
     ? [h("td", { class: "quiet" }, "is the fallback"), h("td")]
     : [h("td", { "data-label": "Breaker" }, state, " ", why), h("td")];
-  const trip = h("button", { type: "button", "aria-label": `Trip ${name}`, onclick: () => change(name, "trip", job) }, "Trip");
-  const reset = h("button", { type: "button", "aria-label": `Reset ${name}`, onclick: () => change(name, "reset", job) }, "Reset");
-  if (name !== FALLBACK) cells[1].append(h("span", { class: "actions" }, trip, reset));
+  const [trip, force, reset] = Object.entries(WORDS).map(([action, [word]]) =>
+    h("button", { type: "button", "aria-label": `${word} ${name}`, onclick: () => change(name, action, job) }, word));
+  if (name !== FALLBACK) cells[1].append(h("span", { class: "actions" }, trip, force, reset));
   const node = h("tr", { "data-kernel": name }, h("th", { scope: "row" }, name), launched, ...cells);
   at("kernels").append(node);
-  return { node, launched, state, why, trip, reset };
+  return { node, launched, state, why, trip, force, reset };
 }
 
 const WORDS = {
   trip: ["Trip", "The work of this kernel goes to the fallback from the next step on. The job goes on."],
+  force: ["Force", "Its breaker opened by itself and tries the kernel again by itself. Forced, it stays open until somebody resets it."],
   reset: ["Reset", "The kernel runs again from the next step on, and may trip again."],
 };
 

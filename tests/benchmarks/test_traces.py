@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import dmuon_runtime as dmuon
-from benchmarks.trace_overlap import compare
+from benchmarks.trace_overlap import apart, compare
 from benchmarks.traces import TracedComm, intersection_us, merged, read_overlap
 
 TRACE = json.loads((Path(__file__).parent / "overlap_trace.json").read_text())
@@ -48,7 +48,44 @@ def test_rows_put_both_side_by_side() -> None:
         {("muon", "forward"): dmuon.CommCount(2, 0.1, 0.02, 10), ("muon", "publish"): dmuon.CommCount(1, 0.0, 0.0, 1)},
         dmuon.CommCount(), 0.0, 0, 0,
     )  # fmt: skip
-    rows = compare({"muon/forward": TracedComm(0.1, 0.079)}, none, after)
+    rows = compare({"muon/forward": TracedComm(0.1, 0.05, 0.021)}, none, after)
     assert [row["route"] for row in rows] == ["muon/forward", "muon/publish"]
-    assert rows[0]["difference"] == pytest.approx(0.01)
+    assert rows[0]["difference"] == pytest.approx(0.01), "what compute waited for, not what ran without it"
     assert rows[1]["difference"] is None and rows[1]["traced ms"] is None, "what one of them did not see is not equal"
+    assert apart(rows) == [], "nothing was published for a hundredth of the time: it is not judged"
+    rows = compare({"muon/forward": TracedComm(0.1, 0.05, 0.026)}, none, after)
+    assert apart(rows) == ["muon/forward"]
+    assert apart(compare({}, none, after)) == ["muon/forward"], "what the trace did not see does not agree"
+
+
+def _range(name: str, begin: float, end: float) -> dict[str, object]:
+    return {"ph": "X", "cat": "user_annotation", "name": name, "tid": 7, "ts": begin, "dur": end - begin}
+
+
+def _launch(number: int, moment: float) -> dict[str, object]:
+    arguments = {"correlation": number}
+    return {"ph": "X", "cat": "cuda_runtime", "name": "launch", "tid": 7, "ts": moment, "dur": 1.0, "args": arguments}
+
+
+def _kernel(name: str, stream: int, number: int, begin: float, end: float) -> dict[str, object]:
+    arguments = {"stream": stream, "correlation": number}
+    return {"ph": "X", "cat": "kernel", "name": name, "ts": begin, "dur": end - begin, "args": arguments}
+
+
+def test_a_stall_is_what_compute_waited_for() -> None:
+    """Between 140 and 150 µs the device has nothing to do and nobody waits; between 170 and 200 compute waits."""
+    events = [
+        _range("dmuon:muon/forward#0", 0, 10), _launch(1, 5), _kernel("ncclA", 20, 1, 100, 200),
+        _range("dmuon:muon/forward#1", 10, 20), _launch(2, 15), _kernel("ncclB", 20, 2, 200, 260),
+        _launch(3, 30), _kernel("gemm", 7, 3, 110, 140),
+        _launch(4, 40), _kernel("gemm", 7, 4, 150, 170),
+        _range("dmuon-wait:muon/forward#0", 50, 55),
+        _launch(5, 60), _kernel("gemm", 7, 5, 205, 300),
+        _range("dmuon-wait:muon/forward#1", 70, 75),
+        _launch(6, 80), _kernel("gemm", 7, 6, 300, 310), _kernel("copy", 8, 6, 172, 174),
+    ]  # fmt: skip
+    found = read_overlap({"traceEvents": events})["muon/forward"]
+    assert found.seconds == pytest.approx(160e-6)
+    assert found.stalled_seconds == pytest.approx(30e-6), "of the first 170 to 200; the second had ended by itself"
+    assert found.unstalled_ratio == pytest.approx(1 - 30 / 160)
+    assert found.exposed_seconds == pytest.approx(160e-6 - (30 + 20 + 2 + 55) * 1e-6)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dmuon_runtime.adamw import AdamWSettings, AdamWTensors, adamw_update
-from dmuon_runtime.muon import update_scale
+from dmuon_runtime.matrix_updates import update_scale
 
 SETTINGS = AdamWSettings(lr=3e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
 

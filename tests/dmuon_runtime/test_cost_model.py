@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 import dmuon_runtime as dmuon
 from benchmarks import cost_model as script
+from dmuon_runtime._ns_groups import kept_bytes
 from dmuon_runtime.chips import H200, find_chip
 from dmuon_runtime.cost_model import (
     Axis,
@@ -64,6 +66,16 @@ def test_long_work_is_slowed_by_the_chips_power_limit() -> None:
     long = ns_seconds(steady, [matrix] * 100)
     assert long > H200.ns_burst_s
     assert ns_seconds(slow, [matrix] * 100) == pytest.approx(long + (long - H200.ns_burst_s))
+
+
+def test_graphs_keep_a_round_and_not_all_matrices() -> None:
+    one = kept_bytes(((1, 4096, 4096),))
+    assert one == 2 * 3 * 4096**2, "X before and after, and Q, in 16 bits"
+    assert kept_bytes(((1, 4096, 4096),) * 8) == one, "one at a time fills the device, by one graph"
+    assert kept_bytes(((1, 64, 128),) * 3) == 3 * 2 * (2 * 64 * 128 + 64**2), "small ones go together"
+    sizes = ((1, 4096, 4096), (1, 14336, 4096))
+    assert kept_bytes(sizes) == 2 * (14336 * 4096 + sum(math.prod(size) for size in sizes) + 2 * 4096**2)
+    assert kept_bytes(()) == 0
 
 
 def test_a_collective_takes_its_bytes_over_the_narrowest_wire() -> None:

@@ -20,16 +20,10 @@ from dmuon_runtime.coefficients import (
     coefficients_for,
     polar_express,
 )
+from dmuon_runtime.functional import direct_newton_schulz, gram_newton_schulz, newton_schulz
 from dmuon_runtime.kernels import registered_kernel
 from dmuon_runtime.kernels._blocked import Blocked
-from dmuon_runtime.newton_schulz import (
-    NewtonSchulz,
-    default_restarts,
-    direct_newton_schulz,
-    gram_newton_schulz,
-    newton_schulz,
-    orthogonality_error,
-)
+from dmuon_runtime.newton_schulz import NewtonSchulz, default_restarts, orthogonality_error
 
 SHAPES = [(64, 128), (128, 64), (48, 48), (3, 16, 40), (2, 2, 40, 16)]
 

@@ -15,11 +15,13 @@ from torch.profiler import ProfilerActivity, profile
 from dmuon_runtime._choice_store import choice_store
 from dmuon_runtime._ns_choices import Choices
 from dmuon_runtime._ns_graphs import GraphCache
-from dmuon_runtime._ns_groups import Recipe
+from dmuon_runtime._ns_groups import Recipe, kept_bytes
 from dmuon_runtime._ns_measure import Measuring
+from dmuon_runtime.breaker import Thresholds
+from dmuon_runtime.guard import KernelGuard
 from dmuon_runtime.kernels import KERNELS, syrk_quack
 from dmuon_runtime.kernels._tiles import Product, candidate_tiles
-from dmuon_runtime.ledger import NsCount, snapshot
+from dmuon_runtime.ledger import LEDGER, NsCount, snapshot
 from dmuon_runtime.newton_schulz import NewtonSchulz, orthogonality_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -290,6 +292,14 @@ def test_graphs_leave_when_they_keep_too_much() -> None:
     assert len(ns._graphs) == 1
 
 
+def test_graphs_keep_what_the_cost_model_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DMUON_CACHE_DIR", str(tmp_path))
+    shapes = [(1024, 1024)] * 80 + [(4096, 1024)] * 40 + [(512, 2048)] * 3
+    ns = NewtonSchulz(kernel="cublas")
+    ns.prepare(shapes, torch.float32, torch.device("cuda", 0))
+    assert ns._graphs.held_bytes() == pytest.approx(kept_bytes(tuple(shapes)), rel=0.01)
+
+
 def test_a_graph_owns_its_workspace() -> None:
     """Others clear torch's workspaces, as torch.compile's graphs do, and whoever captured first may be gone."""
     g = matrices((128, 65536))  # a product that cuBLAS splits along the inner dim, through the workspace
@@ -304,3 +314,20 @@ def test_a_graph_owns_its_workspace() -> None:
     canaries = [torch.zeros(size, device="cuda") for size in (1 << 18, 1 << 20, 2 << 20, 8 << 20, 8 << 20, 16 << 20)]
     assert torch.equal(second(g), expected)
     assert not any(canary.any() for canary in canaries)
+
+
+def test_a_comparison_counts_apart_from_its_first_call_to_its_replays() -> None:
+    ns, given = NewtonSchulz(kernel="cute_sm80"), [matrices((2, 512, 1024), torch.float32)]
+    ns.guard = KernelGuard(Thresholds(check_every_calls=1))
+    before, compared = snapshot(), LEDGER.compared()
+    for _ in range(5):
+        ns.guard.begin()
+        ns.orthogonalize(given)
+        torch.cuda.synchronize()
+    ns.guard.begin()
+    after = snapshot()
+    assert not ns.guard.findings
+    assert {key for key, count in after.items() if count.launches != before.get(key, NsCount()).launches} == {
+        ("cute_sm80", "gram")
+    }
+    assert LEDGER.compared()["cublas", "gram"] > compared.get(("cublas", "gram"), 0)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
 from dashboards.boards import BOARDS
 from orchestrator.cli.own_service import OwnService
@@ -66,6 +68,25 @@ def say(page: Page, reason: str) -> None:
 
 def running(page: Page, kernel: str) -> None:
     expect(page.locator(f'[data-kernel="{kernel}"]')).to_have_attribute("data-running", "true", timeout=30_000)
+
+
+@contextmanager
+def opened_by_itself(page: Page, kernel: str, job_id: str) -> Iterator[None]:
+    """Let the page read that a breaker of the job opened by itself: no kernel here is wrong; what it sends is real."""
+    moved = {"job": job_id, "state": "open", "step": 7, "reason": "relative_error 0.2 is above 0.05"}
+
+    def read(route: Route) -> None:
+        if route.request.method != "GET":
+            return route.fallback()
+        answer = route.fetch()
+        route.fulfill(response=answer, json=answer.json() | {"runtime": [moved]})
+
+    where = f"**/v1/kernels/{kernel}/breaker"
+    page.route(where, read)
+    try:
+        yield
+    finally:
+        page.unroute(where)
 
 
 def wide(page: Page) -> int:
@@ -156,6 +177,21 @@ def test_watch_a_job_trip_its_kernel_swap_it_and_cancel(service: OwnService, tmp
         page.screenshot(path=tmp_path / "live-dark.png", full_page=True)
         press(page, "Reset blocked")
         say(page, "the trial is over")
+        running(page, "blocked")
+
+        blocked = page.locator('[data-kernel="blocked"]')
+        expect(blocked.get_by_role("button", name="Force blocked")).to_be_disabled()  # while it runs, one trips it
+        with opened_by_itself(page, "blocked", job.id):
+            expect(blocked).to_contain_text("by itself at step 7: relative_error 0.2 is above 0.05")
+            expect(blocked.get_by_role("button", name="Trip blocked")).to_be_disabled()
+            press(page, "Force blocked")
+            say(page, "no more trials of it")
+            running(page, "cublas")
+            expect(blocked).to_contain_text("no more trials of it")
+        expect(blocked.get_by_role("button", name="Force blocked")).to_be_disabled()
+        assert str(client.breaker("blocked").jobs[job.id]) == "forced_open"
+        press(page, "Reset blocked")
+        say(page, "it is mended")
         running(page, "blocked")
 
         press(page, "Swap kernel…")

@@ -33,11 +33,11 @@ def _dedicate(replicas: int = 1, storage: str = "sharded") -> nn.Module:
     return model
 
 
-def _fully_shard(model: nn.Module, replicas: int = 1) -> nn.Module:
+def _fully_shard(model: nn.Module, replicas: int = 1, each_block: bool = True) -> nn.Module:
     mesh = world_mesh()
     if replicas > 1:
         mesh = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("r", "s"))
-    for block in model.get_submodule("layers").children():
+    for block in model.get_submodule("layers").children() if each_block else ():
         fully_shard(block, mesh=mesh, ignored_params=dmuon.ignored_params(model))
     fully_shard(model, mesh=mesh, ignored_params=dmuon.ignored_params(model))
     return model
@@ -112,7 +112,7 @@ def _hold(model: nn.Module, optimizer: dmuon.Muon, norms: list[float], accumulat
 
 
 def _with_fsdp(replicas: int) -> None:
-    model = _fully_shard(_dedicate(replicas), replicas)
+    model = _fully_shard(_dedicate(replicas), replicas, each_block=replicas > 1)
     _hold(model, *_train(model, 3, 0.5))
 
 
@@ -122,7 +122,10 @@ def _with_ddp() -> None:
 
 
 def test_weights_and_norms_equal_one_process() -> None:
-    """FSDP2 beside the runtime on one axis and on a grid, and DDP; before each step another one is skipped."""
+    """FSDP2 beside the runtime on one axis (in one group) and on a grid (in one for each block), and DDP.
+
+    Before each step another one is skipped.
+    """
     run_ranks(2, _with_fsdp, 1)
     run_ranks(4, _with_fsdp, 2)
     run_ranks(2, _with_ddp)

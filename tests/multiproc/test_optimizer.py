@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import dmuon_runtime as dmuon
-from dmuon_runtime.muon import Scale, update_scale
+from dmuon_runtime.matrix_updates import Scale, update_scale
 from dmuon_runtime.runtime import find_runtime
 from tests.multiproc.harness import run_ranks
 from tests.multiproc.laws import Run, Setting, dedicate, hold_to_reference
@@ -201,10 +201,12 @@ class _CountingNewtonSchulz(dmuon.NewtonSchulz):
         super().__init__(kernel="cublas")
         self.asked: set[int] = set()
 
-    def orthogonalize(self, matrices: list[Tensor], steps: int = 5) -> list[Tensor]:  # type: ignore[override]
+    def each_round(
+        self, like: Sequence[Tensor], load: Callable[[int], Tensor], steps: int = 5
+    ) -> Iterator[tuple[list[int], list[Tensor]]]:
         """Note the steps, then do them."""
         self.asked.add(steps)
-        return super().orthogonalize(matrices, steps)
+        return super().each_round(like, load, steps)
 
 
 def _change(options: dict[str, object], decay: float = 0.0) -> dict[str, Tensor]:

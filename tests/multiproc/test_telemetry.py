@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import pytest
@@ -36,11 +36,13 @@ class SlowNewtonSchulz(PolarNewtonSchulz):
     seconds: float = 0.0
     calls: int = 0
 
-    def orthogonalize(self, matrices: Sequence[Tensor], steps: int) -> list[Tensor]:
-        """Return what is right, late."""
+    def each_round(
+        self, like: Sequence[Tensor], load: Callable[[int], Tensor], steps: int = 5
+    ) -> Iterator[tuple[list[int], list[Tensor]]]:
+        """Yield what is right, late."""
         self.calls += 1
         self.clock.work(self.seconds)
-        return super().orthogonalize(matrices, steps)
+        return super().each_round(like, load, steps)
 
 
 def without_prefetch(schedule: Schedule) -> None:
