@@ -36,7 +36,7 @@ from dmuon_runtime._ns_groups import (
 from dmuon_runtime._ns_measure import Measuring
 from dmuon_runtime.coefficients import POLAR_EXPRESS_COEFFICIENTS, Triple, coefficients_for, validate_coefficients
 from dmuon_runtime.guard import KernelGuard
-from dmuon_runtime.kernels import SymmetricKernel
+from dmuon_runtime.kernels import KERNELS, SymmetricKernel
 from dmuon_runtime.kernels._registry import (
     CUBLAS,
     active_kernel,
@@ -366,7 +366,8 @@ class NewtonSchulz:
         shapes = stack_shapes([g.shape for g in tensors])
         num_matrices = sum(shape[0] for shape in shapes)
         with LEDGER.orthogonalising(group.kernel, group.algorithm, num_matrices, group.device):
-            key = (group, recipe, shapes, torch.are_deterministic_algorithms_enabled())
+            kernel = KERNELS[group.kernel]  # another one may stand in for a name later
+            key = (group, kernel, recipe, shapes, torch.are_deterministic_algorithms_enabled())
             captured = self._graph(key, group, recipe, shapes) if group.device.type == "cuda" else None
             stacks = captured.inputs if captured else [empty_stack(shape, group) for shape in shapes]
             for same, stack in zip(members.values(), stacks, strict=True):

@@ -19,7 +19,8 @@ from dmuon_runtime._ns_groups import Recipe, kept_bytes
 from dmuon_runtime._ns_measure import Measuring
 from dmuon_runtime.breaker import Thresholds
 from dmuon_runtime.guard import KernelGuard
-from dmuon_runtime.kernels import KERNELS, syrk_quack
+from dmuon_runtime.kernels import KERNELS, registered_kernel, syrk_quack
+from dmuon_runtime.kernels._blocked import Blocked
 from dmuon_runtime.kernels._tiles import Product, candidate_tiles
 from dmuon_runtime.ledger import LEDGER, NsCount, snapshot
 from dmuon_runtime.newton_schulz import NewtonSchulz, orthogonality_error
@@ -281,6 +282,32 @@ def test_prepare_leaves_nothing_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path:
     again = list[str]()
     assert NewtonSchulz().prepare(shapes, torch.float32, device, again.append) == choices
     assert len(again) == 1, "nothing is measured twice"
+
+
+class _Own(Blocked):
+    """A kernel of one's own, right or ``factor`` times too large."""
+
+    name = "own"
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self._factor = factor
+
+    def _launch(self, a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, out: Tensor) -> None:
+        super()._launch(a, b, c, alpha, beta, out)
+        out.mul_(self._factor)
+
+
+def test_a_graph_is_of_one_kernel_not_of_a_name() -> None:
+    """What stood there before under the same name is not replayed."""
+    g, results = matrices((2, 512, 1024)), list[Tensor]()
+    with registered_kernel(_Own(1.0)):
+        ns = NewtonSchulz(kernel="own")
+        for factor in (1.0, 0.5):
+            with registered_kernel(_Own(factor)):
+                results += [ns(g) for _ in range(3)]
+    assert torch.equal(results[0], results[2]) and torch.equal(results[3], results[5])
+    assert not torch.allclose(results[2], results[3], rtol=0.1)
 
 
 def test_graphs_leave_when_they_keep_too_much() -> None:
