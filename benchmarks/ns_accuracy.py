@@ -1,4 +1,4 @@
-"""How accurate Newton-Schulz is: forms, dtypes and restarts against the same polynomial in fp64.
+"""How accurate Newton-Schulz is: coefficients, forms, dtypes and restarts against the same polynomial in fp64.
 
     python -m benchmarks.ns_accuracy [--quick]
 
@@ -9,11 +9,12 @@ CUDA device, real float16 runs too.
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cache
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,17 +23,23 @@ import dmuon_runtime as dmuon
 from benchmarks.common import print_table, write_result
 from dmuon_runtime._elementwise import normalized
 from dmuon_runtime._ns_iterations import direct_iteration, gram_iteration
-from dmuon_runtime.coefficients import apply_polynomials
+from dmuon_runtime.coefficients import Triple, apply_polynomials
 from dmuon_runtime.kernels import SymmetricKernel
 from dmuon_runtime.newton_schulz import default_restarts
 
-__all__ = ["SPECTRA", "Emulated", "errors_of", "main", "make_matrix"]
+__all__ = ["FORMS", "SETS", "SPECTRA", "Emulated", "errors_of", "main", "make_matrix", "run"]
 
 STEPS = 5
 FORMS: Mapping[str, tuple[int, ...] | None] = {
-    "direct": None, "gram []": (), "gram [2]": (2,), "gram [3]": (3,), "gram [2, 4]": (2, 4),
+    "direct": None, "gram []": (), "gram [1]": (1,), "gram [2]": (2,), "gram [3]": (3,), "gram [4]": (4,),
+    "gram [2, 4]": (2, 4),
 }  # fmt: skip
 """Name to restarts; None is the direct form."""
+SETS: Mapping[str, tuple[Triple, ...]] = {
+    "Polar Express": dmuon.POLAR_EXPRESS_COEFFICIENTS,
+    "You": dmuon.YOU_COEFFICIENTS,
+    "Keller Jordan": dmuon.KELLER_JORDAN_COEFFICIENTS,
+}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SUBSPACE = 1e-2
 """Singular values above it, in units of the Frobenius norm, are what an update should get right."""
@@ -90,7 +97,7 @@ SPECTRA: Mapping[str, Callable[[int], Tensor]] = {
 """Singular values up to a factor. ``gaussian``: spread over the range of a Gaussian matrix of twice as many columns."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Known:
     """A matrix [n, m] with its singular vectors [n, n], [m, n] and singular values of norm 1."""
 
@@ -99,10 +106,10 @@ class Known:
     values: Tensor
     right: Tensor
 
-    @cached_property
-    def exact(self) -> Tensor:
+    @cache  # noqa: B019 - a matrix is small, and there are few
+    def exact(self, coefficients: tuple[Triple, ...]) -> Tensor:
         """The polynomial in fp64."""
-        lifted = apply_polynomials(self.values, dmuon.POLAR_EXPRESS_COEFFICIENTS)
+        lifted = apply_polynomials(self.values, coefficients)
         return self.left * lifted @ self.right.mT
 
 
@@ -115,26 +122,29 @@ def make_matrix(spectrum: str, n: int, m: int) -> Known:
     return Known((left * values @ right.mT).float(), left, values, right)
 
 
-def emulated(known: Known, restarts: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor:
+def emulated(
+    known: Known, coefficients: tuple[Triple, ...], restarts: tuple[int, ...] | None, dtype: torch.dtype
+) -> Tensor:
     """Orthogonalise in emulated ``dtype``; float32 is itself."""
     kernel = Emulated(dtype)
     x = kernel.round(normalized(known.matrix))
     if restarts is None:
-        longs, q = direct_iteration([x], dmuon.POLAR_EXPRESS_COEFFICIENTS, kernel)
+        longs, q = direct_iteration([x], coefficients, kernel)
     else:
-        longs, q = gram_iteration([x], dmuon.POLAR_EXPRESS_COEFFICIENTS, restarts, kernel)
+        longs, q = gram_iteration([x], coefficients, restarts, kernel)
     return kernel.rectangular(*longs[0].operands(q))[0]
 
 
-def on_device(known: Known, restarts: tuple[int, ...] | None) -> Tensor:
+def on_device(known: Known, coefficients: tuple[Triple, ...], restarts: tuple[int, ...] | None) -> Tensor:
     """Orthogonalise on the CUDA device as a user would."""
-    ns = dmuon.NewtonSchulz("direct" if restarts is None else "gram", restart_iterations=restarts)
+    form: Literal["direct", "gram"] = "direct" if restarts is None else "gram"
+    ns = dmuon.NewtonSchulz(form, coefficients=coefficients, restart_iterations=restarts)
     return ns(known.matrix.cuda(), STEPS).cpu()
 
 
-def errors_of(known: Known, result: Tensor) -> dict[str, float]:
+def errors_of(known: Known, coefficients: tuple[Triple, ...], result: Tensor) -> dict[str, float]:
     """Relative Frobenius errors over the matrix and over the subspace, and the largest singular value."""
-    exact, result = known.exact, result.double()
+    exact, result = known.exact(coefficients), result.double()
     kept = known.values > SUBSPACE
     left, right = known.left[:, kept], known.right[:, kept]
     inner = left.mT @ (result - exact) @ right
@@ -151,18 +161,19 @@ def _largest(result: Tensor) -> float:
     return float(torch.linalg.eigvalsh(gram)[-1]) ** 0.5 if bool(gram.isfinite().all()) else float("inf")
 
 
-def run(n: int, m: int) -> list[dict[str, Any]]:
+def run(n: int, m: int, spectra: Iterable[str] = tuple(SPECTRA)) -> list[dict[str, Any]]:
     """All combinations on matrices [n, m]; one row each."""
     rows: list[dict[str, Any]] = []
-    for spectrum in SPECTRA:
+    for spectrum in spectra:
         known = make_matrix(spectrum, n, m)
-        for form, restarts in FORMS.items():
-            results = {str(dtype).removeprefix("torch."): emulated(known, restarts, dtype) for dtype in DTYPES}
+        for (name, coefficients), (form, restarts) in itertools.product(SETS.items(), FORMS.items()):
+            results = {str(d).removeprefix("torch."): emulated(known, coefficients, restarts, d) for d in DTYPES}
             if torch.cuda.is_available():
-                results["float16 on CUDA"] = on_device(known, restarts)
-            name = f"{form} (default)" if restarts == default_restarts(STEPS) else form
+                results["float16 on CUDA"] = on_device(known, coefficients, restarts)
+            label = f"{form} (default)" if restarts == default_restarts(STEPS) else form
             for dtype, result in results.items():
-                rows.append({"spectrum": spectrum, "form": name, "dtype": dtype, **errors_of(known, result)})
+                row = {"coefficients": name, "spectrum": spectrum, "form": label, "dtype": dtype}
+                rows.append(row | errors_of(known, coefficients, result))
     return rows
 
 
@@ -170,10 +181,10 @@ def main(arguments: list[str]) -> int:
     """Run, print, write; return the exit status."""
     n, m = (256, 512) if "--quick" in arguments else (384, 768)
     rows = run(n, m)
-    rows.sort(key=lambda row: (row["dtype"], row["spectrum"], row["form"]))
+    rows.sort(key=lambda row: (row["coefficients"], row["dtype"], row["spectrum"], row["form"]))
     cells = [[f"{value:.2g}" if isinstance(value, float) else value for value in row.values()] for row in rows]
     print_table(list(rows[0]), cells)
-    write_result("ns_accuracy", rows, matrix=[n, m], coefficients="Polar Express", steps=STEPS)
+    write_result("ns_accuracy", rows, matrix=[n, m], steps=STEPS)
     return 0
 
 

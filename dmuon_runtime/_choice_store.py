@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import platform
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,7 +31,9 @@ __all__ = ["ChoiceStore", "choice_store", "machine_of"]
 _log = logging.getLogger(__name__)
 
 FORMAT = 1
-PACKAGES = ("triton", "quack-kernels")
+PACKAGES = ("triton", "quack-kernels", "nvidia-cutlass-dsl")
+DRIVER_MODULE = Path("/proc/driver/nvidia/version")
+CPU_FACTS = Path("/proc/cpuinfo")
 
 
 def machine_of(device: torch.device) -> dict[str, str]:
@@ -38,19 +41,31 @@ def machine_of(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         chip, driver = torch.cuda.get_device_name(device), _driver_version()
     else:
-        chip = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+        model = _first(r"model name\s*:\s*(.+)", CPU_FACTS)
+        chip = f"{platform.machine()} {model} {torch.backends.cpu.get_cpu_capability()}"
         driver = f"{torch.get_num_threads()} threads"
     return {"chip": chip, "driver": driver, "torch": torch.__version__, **{name: _version(name) for name in PACKAGES}}
 
 
 def _driver_version() -> str:
-    """What CUDA's own driver says of itself; torch has no public word for it in all supported versions."""
+    """The driver's own release, and the CUDA that it serves; torch has no public word for either in all versions."""
     version = ctypes.c_int()
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     except OSError:
-        return "unknown"
-    return "unknown" if failed else str(version.value)
+        failed = 1
+    served = "unknown" if failed else str(version.value)
+    release = _first(r"Kernel Module.*?\s(\d+\.[\d.]+)", DRIVER_MODULE)
+    return f"{release}, CUDA {served}"
+
+
+def _first(pattern: str, path: Path) -> str:
+    """What the first match of ``pattern`` in a file of facts names, or ``unknown``."""
+    try:
+        found = re.search(pattern, path.read_text())
+    except OSError:
+        found = None
+    return "unknown" if found is None else found[1]
 
 
 def choice_store(device: torch.device) -> ChoiceStore:

@@ -2,7 +2,8 @@
 
 Bytes an element for bfloat16 input and float16 output: 2 + 2 + 2. Plain torch moves about 24.
 
-E elements of a matrix, P partial results of a matrix, B batch of matrices.
+E elements of a matrix, P partial results of a matrix, B batch of matrices. Grids have one axis: any other ends at
+65 535, and a batch need not.
 
 Hundreds of these are launched in a step, so the host's time counts: quotients are taken by Python's own integers, for
 ``triton.cdiv`` and ``triton.next_power_of_2`` take over a microsecond each.
@@ -23,9 +24,11 @@ MAX_PARTIALS = 256
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _partials(g, largest, squares, num_elements, per_program, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _partials(  # type: ignore[no-untyped-def]
+    g, largest, squares, num_elements, num_partials, per_program, BLOCK: tl.constexpr
+):
     """Largest magnitude, and sum of squares over its square, of one program's span of one matrix."""
-    part, matrix = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    part, matrix = tl.program_id(0) % num_partials, (tl.program_id(0) // num_partials).to(tl.int64)
     first = part.to(tl.int64) * per_program
     peak = 0.0
     total = 0.0
@@ -40,8 +43,8 @@ def _partials(g, largest, squares, num_elements, per_program, BLOCK: tl.constexp
         shrink = peak / safe
         total = total * shrink * shrink + tl.sum(y * y, axis=0)
         peak = new_peak
-    tl.store(largest + matrix * tl.num_programs(0) + part, peak)
-    tl.store(squares + matrix * tl.num_programs(0) + part, total)
+    tl.store(largest + matrix * num_partials + part, peak)
+    tl.store(squares + matrix * num_partials + part, total)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -49,7 +52,7 @@ def _divide(  # type: ignore[no-untyped-def]
     g, out, largest, squares, num_elements, num_partials, per_program, BLOCK: tl.constexpr, PARTIALS: tl.constexpr
 ):
     """Combine the partial results of a matrix and write one program's span of it."""
-    part, matrix = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    part, matrix = tl.program_id(0) % num_partials, (tl.program_id(0) // num_partials).to(tl.int64)
     slot = tl.arange(0, PARTIALS)
     there = slot < num_partials
     peaks = tl.load(largest + matrix * num_partials + slot, mask=there, other=0.0)
@@ -75,9 +78,9 @@ def normalize(g: Tensor, out: Tensor) -> None:
     per_program = -(-blocks // MAX_PARTIALS) * BLOCK
     num_partials = -(-num_elements // per_program)
     largest, squares = torch.empty(2, num_matrices, num_partials, dtype=torch.float32, device=g.device).unbind()
-    grid = (num_partials, num_matrices)
+    grid = (num_partials * num_matrices,)
     with torch.cuda.device(g.device):
-        _partials[grid](g, largest, squares, num_elements, per_program, BLOCK, num_warps=8)
+        _partials[grid](g, largest, squares, num_elements, num_partials, per_program, BLOCK, num_warps=8)
         _divide[grid](
             g, out, largest, squares, num_elements, num_partials, per_program, BLOCK,
             1 << (num_partials - 1).bit_length(), num_warps=8,
@@ -101,9 +104,9 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _add_identity(z, n, a, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    place = z + tl.program_id(1).to(tl.int64) * n * n + row.to(tl.int64) * (n + 1)
+def _add_identity(z, n, blocks, a, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    place = z + (tl.program_id(0) // blocks).to(tl.int64) * n * n + row.to(tl.int64) * (n + 1)
     value = tl.load(place, mask=row < n).to(tl.float32) + a
     tl.store(place, value.to(z.dtype.element_ty), mask=row < n)
 
@@ -111,5 +114,6 @@ def _add_identity(z, n, a, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
 def add_identity(z: Tensor, a: float) -> None:
     """Add ``a I`` to contiguous ``z`` [B, N, N] in place."""
     block = 256
+    blocks = -(-z.shape[1] // block)
     with torch.cuda.device(z.device):
-        _add_identity[(-(-z.shape[1] // block), z.shape[0])](z, z.shape[1], a, block, num_warps=2)
+        _add_identity[(blocks * z.shape[0],)](z, z.shape[1], blocks, a, block, num_warps=2)

@@ -19,13 +19,17 @@ MIN_FLOPS_FOR_QUACK = 4e10
 """Below it quack's GEMM, which takes one tile for all sizes, loses to cuBLAS and a cast (measured on an H200)."""
 
 
-def last_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``left @ right`` in ``dtype``: [B, M, K], [B, K, N] to [B, M, N], in fresh memory."""
+def last_product(left: Tensor, right: Tensor, dtype: torch.dtype, kernel: str) -> Tensor:
+    """Return ``left @ right`` in ``dtype``: [B, M, K], [B, K, N] to [B, M, N], in fresh memory.
+
+    ``kernel`` is the name of the one that computed the symmetric products.
+    """
     if left.dtype == dtype:
         return torch.bmm(left, right)
     if dtype == torch.float32 and left.device.type == "cuda":  # straight from the accumulator
         return torch.bmm(left, right, out_dtype=dtype)
     flops = 2.0 * left.shape[0] * left.shape[1] * left.shape[2] * right.shape[2]
-    if dtype == torch.bfloat16 and flops >= MIN_FLOPS_FOR_QUACK and syrk_quack.rectangular_ready(left, right):
+    large = dtype == torch.bfloat16 and flops >= MIN_FLOPS_FOR_QUACK
+    if large and kernel == syrk_quack.Quack.name and syrk_quack.rectangular_ready(left, right):
         return syrk_quack.rectangular(left, right, dtype)
     return cast(torch.bmm(left, right), dtype)

@@ -175,13 +175,14 @@ def fill(stack: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def finish(
-    longs: Sequence[Long], q: Tensor, members: Mapping[tuple[int, int], Sequence[int]], tensors: Sequence[Tensor]
-) -> list[Tensor]:
-    """Do the last product of each stack and cut the results into tensors like the inputs."""
+    longs: Sequence[Long], q: Tensor, members: Mapping[tuple[int, int], Sequence[int]], tensors: Sequence[Tensor],
+    kernel: str,
+) -> list[Tensor]:  # fmt: skip
+    """Do the last product of each stack and cut the results into tensors like the inputs; ``kernel`` ran before it."""
     results: dict[int, Tensor] = {}
     for same, long in zip(members.values(), longs, strict=True):
         dtypes = {tensors[index].dtype for index in same}
-        stack = last_product(*long.operands(q), dtypes.pop() if len(dtypes) == 1 else long.x.dtype)
+        stack = last_product(*long.operands(q), dtypes.pop() if len(dtypes) == 1 else long.x.dtype, kernel)
         parts = torch.split(stack, [num_matrices_of(tensors[index].shape) for index in same])
         for index, part in zip(same, parts, strict=True):
             like = tensors[index]

@@ -129,7 +129,7 @@ def direct_iteration(
             for long in longs:
                 long.x = kernel.rectangular_plus(*long.operands(z), long.x, a)
             continue
-        kernel.add_identity(z, a)
+        z = kernel.add_identity(z, a)
         for long in longs if step < last else ():
             long.multiply(z, kernel)
     return longs, z

@@ -7,8 +7,9 @@ norm, so they lie in [0, 1].
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import SupportsFloat, cast
 
 import torch
 
@@ -62,21 +63,32 @@ def validate_coefficients(coefficients: Sequence[Sequence[float]]) -> tuple[Trip
     Raises:
         CoefficientError: empty, not triples, not finite, or an input of (0, 1] whose iterates diverge.
     """
-    if not coefficients:
-        raise CoefficientError("a coefficient set needs at least one triple (a, b, c), found none")
+    entries = _listed(coefficients)
+    if not entries:
+        raise CoefficientError(
+            f"a coefficient set needs at least one triple (a, b, c), found {coefficients!r}; give one a step"
+        )
     triples: list[Triple] = []
-    for index, entry in enumerate(coefficients):
-        try:
-            values = [float(value) for value in entry]
-        except (TypeError, ValueError):
-            values = []
-        if len(values) != 3 or not all(map(math.isfinite, values)):
+    for index, entry in enumerate(entries):
+        numbers = _listed(entry)
+        values = [float(number) for number in numbers if isinstance(number, SupportsFloat)]
+        if not len(numbers) == len(values) == 3 or not all(map(math.isfinite, values)):
             raise CoefficientError(
                 f"coefficients[{index}] must be three finite numbers (a, b, c), found {entry!r}; give one triple a step"
             )
         triples.append((values[0], values[1], values[2]))
     _refuse_divergence(tuple(triples))
     return tuple(triples)
+
+
+def _listed(values: object) -> list[object]:
+    """What ``values`` holds, in order; nothing where it is a text or no collection."""
+    if isinstance(values, str):
+        return []
+    try:
+        return list(cast("Iterable[object]", values))
+    except TypeError:
+        return []
 
 
 def apply_polynomials(values: torch.Tensor, coefficients: Sequence[Triple]) -> torch.Tensor:

@@ -69,7 +69,7 @@ class Muon(torch.optim.Optimizer):
             clear_with(model, runtime)
         self.nesterov, self.ns_steps, self.scale, self.non_finite = nesterov, ns_steps, scale, non_finite
         self.replicate_async = replicate_async
-        self.newton_schulz = ns_backend if isinstance(ns_backend, NewtonSchulz) else _make_newton_schulz(ns_backend)
+        self.newton_schulz = _newton_schulz_of(ns_backend, ns_steps)
         self.last_step: StepOutcome | None = None
         self.orthogonalized: Counter[str] = Counter()
         self.clip_norm: Tensor | None = None
@@ -245,10 +245,13 @@ def _adamw_settings(group: Mapping[str, object]) -> AdamWSettings:
     )
 
 
-def _make_newton_schulz(backend: str) -> NewtonSchulz:
-    if backend not in ("gram", "direct"):
-        raise SettingError(f'ns_backend must be "gram", "direct" or a NewtonSchulz, not {backend!r}')
-    return NewtonSchulz(backend=cast('Literal["gram", "direct"]', backend))
+def _newton_schulz_of(backend: str | NewtonSchulz, steps: int) -> NewtonSchulz:
+    if not isinstance(backend, NewtonSchulz):
+        if backend not in ("gram", "direct"):
+            raise SettingError(f'ns_backend must be "gram", "direct" or a NewtonSchulz, not {backend!r}')
+        backend = NewtonSchulz(backend=cast('Literal["gram", "direct"]', backend))
+    backend.plan(steps)  # refuses restarts beyond the steps
+    return backend
 
 
 def _check_settings(scale: str, non_finite: str, ns_steps: int) -> None:

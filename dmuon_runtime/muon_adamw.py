@@ -108,6 +108,7 @@ class MuonAdamW(torch.optim.Optimizer):
             adamw_weight_decay, ratio,
         )  # fmt: skip
         self.newton_schulz = newton_schulz or NewtonSchulz()
+        self.newton_schulz.plan(ns_steps)  # refuses restarts beyond the steps
         rates = self._rates(lr, adamw_lr)
         self._model = model
         self._manifest, self._parameters = make_manifest(model, list(muon_parameters))

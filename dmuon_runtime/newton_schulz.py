@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dmuon_runtime._choice_store import choice_store
-from dmuon_runtime._ns_checks import checked_restarts, refuse_non_matrices, with_index
+from dmuon_runtime._ns_checks import checked_restarts, checked_steps, refuse_non_matrices, with_index
 from dmuon_runtime._ns_choices import Choices, Form
 from dmuon_runtime._ns_graphs import Captured, GraphCache
 from dmuon_runtime._ns_groups import (
@@ -36,7 +36,7 @@ from dmuon_runtime._ns_groups import (
 from dmuon_runtime._ns_measure import Measuring
 from dmuon_runtime.coefficients import POLAR_EXPRESS_COEFFICIENTS, Triple, coefficients_for, validate_coefficients
 from dmuon_runtime.guard import KernelGuard
-from dmuon_runtime.kernels import SymmetricKernel
+from dmuon_runtime.kernels import KERNELS, SymmetricKernel
 from dmuon_runtime.kernels._registry import (
     CUBLAS,
     active_kernel,
@@ -116,10 +116,9 @@ class NewtonSchulz:
         """Return the coefficients and restarts of a call with ``steps`` steps.
 
         Raises:
-            ValueError: ``steps`` below 1, or a restart at or after the last step.
+            ValueError: ``steps`` that is no whole number of at least 1, or a restart at or after the last step.
         """
-        if steps < 1:
-            raise ValueError(f"Newton-Schulz needs at least 1 step, found {steps}")
+        steps = checked_steps(steps)
         restarts = default_restarts(steps) if self.restart_iterations is None else self.restart_iterations
         late = [restart for restart in restarts if restart >= steps]
         if late:
@@ -225,14 +224,14 @@ class NewtonSchulz:
         """Return the orthogonalised matrices, in the dtype, shape and order of the inputs, which are not modified.
 
         A matrix of exact zeros gives exact zeros. One with NaN or infinity gives NaN in all its elements, and does
-        not touch the others. Zero-size dims are allowed.
+        not touch the others. A matrix without elements comes back as it is.
 
         Args:
             matrices: floating tensors [..., m, n], any mix of sizes, layouts, dtypes and devices.
             steps: number of iterations.
 
         Raises:
-            ValueError: bad ``steps``, or tensors that are no floating matrices (all of them named).
+            ValueError: bad ``steps``, or tensors that are no floating matrices or an empty batch (all of them named).
         """
         results = list(matrices)
         for members, done in self.each_round(matrices, matrices.__getitem__, steps):
@@ -367,13 +366,14 @@ class NewtonSchulz:
         shapes = stack_shapes([g.shape for g in tensors])
         num_matrices = sum(shape[0] for shape in shapes)
         with LEDGER.orthogonalising(group.kernel, group.algorithm, num_matrices, group.device):
-            key = (group, recipe, shapes, torch.are_deterministic_algorithms_enabled())
+            kernel = KERNELS[group.kernel]  # another one may stand in for a name later
+            key = (group, kernel, recipe, shapes, torch.are_deterministic_algorithms_enabled())
             captured = self._graph(key, group, recipe, shapes) if group.device.type == "cuda" else None
             stacks = captured.inputs if captured else [empty_stack(shape, group) for shape in shapes]
             for same, stack in zip(members.values(), stacks, strict=True):
                 fill(stack, [tensors[index] for index in same])
             longs, q = recipe.run(group, stacks, self._choices.entries) if captured is None else captured.replay()
-            return finish(longs, q, members, tensors)
+            return finish(longs, q, members, tensors, group.kernel)
 
     def _graph(
         self, key: Hashable, group: Group, recipe: Recipe, shapes: Sequence[tuple[int, int, int]]

@@ -47,6 +47,10 @@ class SymmetricKernel(ABC):
         """Return whether ``auto`` may choose it on ``device``."""
         return self.available(device)[0]
 
+    def is_meant_for(self, device: torch.device) -> bool:
+        """Return whether ``device`` is of the generation for which this kernel is the best, be it available or not."""
+        return False
+
     def serves(self, short_dim: int, long_dim: int, dtype: torch.dtype) -> bool:
         """Return whether matrices of this size and compute dtype may go to it."""
         return True

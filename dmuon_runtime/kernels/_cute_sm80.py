@@ -46,7 +46,11 @@ class CuteSm80(SymmetricKernel):
 
     def fits(self, device: torch.device) -> bool:
         """On SM8x alone: newer chips have better, and get this kernel when it is named."""
-        return self.available(device)[0] and torch.cuda.get_device_capability(device)[0] == MIN_CAPABILITY[0]
+        return self.is_meant_for(device) and self.available(device)[0]
+
+    def is_meant_for(self, device: torch.device) -> bool:
+        """SM8x."""
+        return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == MIN_CAPABILITY[0]
 
     def serves(self, short_dim: int, long_dim: int, dtype: torch.dtype) -> bool:
         """16-bit dtypes and a short side of at least a tile."""

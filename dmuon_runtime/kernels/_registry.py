@@ -102,18 +102,30 @@ def decide_choice(argument: str, environment: str | None, deterministic: bool) -
 
 
 def active_kernel(choice: KernelChoice, device: torch.device) -> SymmetricKernel:
-    """Return what runs now on ``device``; a named kernel that was switched off gives way to ``cublas``, logged once."""
+    """Return what runs now on ``device``.
+
+    ``auto`` goes down the ladder to what fits. A named kernel that was switched off gives way to ``cublas``. Where a
+    kernel is passed over that was named, or that is meant for such a device, its reason is logged once.
+    """
     if choice.name == AUTO:
-        fitting = (name for name in _DETECTION_ORDER if KERNELS[name].fits(device))
-        return KERNELS[next(fitting, CUBLAS.name)]
+        for kernel in (KERNELS[name] for name in _DETECTION_ORDER):
+            if kernel.fits(device):
+                return kernel
+            if kernel.is_meant_for(device):
+                _say_passed_over(kernel, device)
+        return CUBLAS
     kernel = KERNELS[choice.name]
-    ok, detail = kernel.available(device)
-    if ok:
+    if kernel.available(device)[0]:
         return kernel
+    _say_passed_over(kernel, device)
+    return CUBLAS
+
+
+def _say_passed_over(kernel: SymmetricKernel, device: torch.device) -> None:
+    detail = kernel.available(device)[1]
     if detail not in _warned:
         _warned.add(detail)
-        _log.warning("Newton-Schulz runs on cublas instead of %s: %s", choice.name, detail)
-    return CUBLAS
+        _log.warning("Newton-Schulz runs on cublas instead of %s: %s", kernel.name, detail)
 
 
 def check_runs(choice: KernelChoice, device: torch.device) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["cache_directory", "kernel_from_environment"]
+__all__ = ["cache_directory", "keep_compiled_kernels", "kernel_from_environment"]
 
 
 @lru_cache(maxsize=1)
@@ -16,6 +17,30 @@ def kernel_from_environment() -> str | None:
 
 
 def cache_directory() -> Path:
-    """Return where measured choices are kept: ``DMUON_CACHE_DIR``, else ``~/.cache/dmuon``."""
+    """Return where measured choices are kept: ``DMUON_CACHE_DIR``, else ``~/.cache/dmuon``.
+
+    A user without a home (a container's arbitrary number) gets a place of its own in the temporary directory.
+    """
     named = os.environ.get("DMUON_CACHE_DIR", "").strip()
-    return Path(named) if named else Path("~/.cache/dmuon").expanduser()
+    try:
+        return Path(named) if named else Path("~/.cache/dmuon").expanduser()
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"dmuon-{os.getuid()}"
+
+
+def keep_compiled_kernels() -> None:
+    """Have quack keep what it compiles beside the measured choices; to be called before quack is imported.
+
+    Its own default is the temporary directory, which a new container or a restart of the machine empties, and ten
+    seconds a kernel are spent again. ``QUACK_CACHE_DIR`` names another place; where nothing can be written, its default
+    stays.
+    """
+    if os.environ.get("QUACK_CACHE_DIR"):
+        return
+    directory = cache_directory() / "quack"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return
+    if os.access(directory, os.W_OK):
+        os.environ["QUACK_CACHE_DIR"] = str(directory)

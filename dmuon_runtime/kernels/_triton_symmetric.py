@@ -34,10 +34,11 @@ _FEW_TILES: Final = 132
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _kernel(  # type: ignore[no-untyped-def]
-    a_ptr, b_ptr, c_ptr, out_ptr, n, k, a_batch, a_row, a_col, b_batch, b_row, b_col, c_batch, out_batch, alpha, beta,
+    a_ptr, b_ptr, c_ptr, out_ptr, n, k, num_tiles, a_batch, a_row, a_col, b_batch, b_row, b_col, c_batch, out_batch,
+    alpha, beta,
     HAS_C: tl.constexpr, EVEN_K: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    index, matrix = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    index, matrix = tl.program_id(0) % num_tiles, (tl.program_id(0) // num_tiles).to(tl.int64)
     i = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
     i = tl.where((i + 1) * (i + 2) // 2 <= index, i + 1, i)  # the root was rounded down
     i = tl.where(i * (i + 1) // 2 > index, i - 1, i)  # or up
@@ -83,9 +84,10 @@ def symmetric_product(a: Tensor, bt: Tensor, c: Tensor | None, alpha: float, bet
     if num_matrices * triton.cdiv(n, config.tile) ** 2 // 2 < _FEW_TILES:
         config = _SMALL
     rows = triton.cdiv(n, config.tile)
+    num_tiles = rows * (rows + 1) // 2
     with torch.cuda.device(a.device):
-        _kernel[rows * (rows + 1) // 2, num_matrices](
-            a, bt, c, out, n, k, *a.stride(), *bt.stride(), 0 if c is None else c.stride(0), out.stride(0), alpha, beta,
-            c is not None, k % config.depth == 0, config.tile, config.depth,
+        _kernel[(num_tiles * num_matrices,)](  # one axis: any other ends at 65 535, and a batch need not
+            a, bt, c, out, n, k, num_tiles, *a.stride(), *bt.stride(), 0 if c is None else c.stride(0), out.stride(0),
+            alpha, beta, c is not None, k % config.depth == 0, config.tile, config.depth,
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip

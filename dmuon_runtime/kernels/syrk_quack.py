@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dmuon_runtime.kernels._base import SymmetricKernel
+from dmuon_runtime.kernels._settings import keep_compiled_kernels
 from dmuon_runtime.kernels._tiles import Product, Tile, decide_plain_tile, decide_tile
 
 __all__ = ["ADAPTER_READY", "Quack", "product_of", "rectangular", "rectangular_ready"]
@@ -18,6 +19,8 @@ __all__ = ["ADAPTER_READY", "Quack", "product_of", "rectangular", "rectangular_r
 ADAPTER_READY = True
 """Set to False to take the adapter out of service from the next call on, without uninstalling anything."""
 
+MIN_MAJOR = 9
+"""Of the compute capability."""
 MIN_SHORT_DIM = 256
 """Below it a tile covers most of the matrix and the fixed cost of a launch decides."""
 ALIGNMENT = 8
@@ -26,6 +29,7 @@ ALIGNMENT = 8
 
 @lru_cache(maxsize=1)
 def _import_product() -> tuple[Callable[..., Any] | None, str]:
+    keep_compiled_kernels()
     try:
         module = importlib.import_module("quack.gemm_symmetric")
         return cast("Callable[..., Any]", module.gemm_symmetric), "quack-kernels"
@@ -38,7 +42,7 @@ def _import_product() -> tuple[Callable[..., Any] | None, str]:
 @lru_cache(maxsize=16)
 def _available_on(device: torch.device) -> tuple[bool, str]:
     major, minor = torch.cuda.get_device_capability(device)
-    if major < 9:
+    if major < MIN_MAJOR:
         return False, f"needs SM90+, found SM{major}{minor}"
     product, detail = _import_product()
     return product is not None, detail
@@ -64,6 +68,10 @@ class Quack(SymmetricKernel):
         if device.type != "cuda":
             return False, f"needs an SM90+ CUDA device, found {device.type}"
         return _available_on(device)
+
+    def is_meant_for(self, device: torch.device) -> bool:
+        """Hopper and later."""
+        return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= MIN_MAJOR
 
     def serves(self, short_dim: int, long_dim: int, dtype: torch.dtype) -> bool:
         """16-bit dtypes, aligned dims, and a short side worth its fixed cost."""

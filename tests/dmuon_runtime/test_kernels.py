@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from dmuon_runtime import ledger
+from dmuon_runtime import _last_product, ledger
 from dmuon_runtime._ns_iterations import direct_iteration
 from dmuon_runtime.coefficients import POLAR_EXPRESS_COEFFICIENTS
-from dmuon_runtime.kernels import KERNELS, KernelUnavailable, get_backend_status, get_ns_backend, syrk_quack
+from dmuon_runtime.kernels import KERNELS, KernelUnavailable, _cute_sm80, get_backend_status, get_ns_backend, syrk_quack
+from dmuon_runtime.kernels import _registry as registry
 from dmuon_runtime.kernels._blocked import Blocked
+from dmuon_runtime.kernels._cublas import plain_product
 from dmuon_runtime.kernels._registry import KernelChoice, active_kernel, decide_choice
 from dmuon_runtime.kernels._settings import kernel_from_environment
 from dmuon_runtime.newton_schulz import NewtonSchulz
@@ -130,6 +135,131 @@ def test_the_quack_switch_takes_effect_at_the_next_call(
     assert [record.getMessage() for record in caplog.records].count(
         "Newton-Schulz runs on cublas instead of quack: switched off: syrk_quack.ADAPTER_READY is False"
     ) == 1, "said once"
+
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Pretend that cuda:0 has a capability, and that quack and Triton are installed or not."""
+
+    def pretend(capability: tuple[int, int], *, quack: bool, triton: bool) -> None:
+        missing = ImportError("No module named 'quack'")
+        modules = {"quack.gemm_symmetric": SimpleNamespace(gemm_symmetric=print)}
+        clear()
+        monkeypatch.setenv("QUACK_CACHE_DIR", "elsewhere")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        importer = SimpleNamespace(import_module=modules.__getitem__ if quack else Mock(side_effect=missing))
+        monkeypatch.setattr(syrk_quack, "importlib", importer)
+        monkeypatch.setattr(_cute_sm80, "_module", lambda: SimpleNamespace() if triton else None)
+
+    def clear() -> None:
+        syrk_quack._available_on.cache_clear()
+        syrk_quack._import_product.cache_clear()
+
+    monkeypatch.setattr(registry, "_warned", set())
+    yield pretend
+    clear()
+
+
+@pytest.mark.parametrize(
+    ("capability", "quack", "triton", "expected", "reason"),
+    [
+        ((9, 0), True, True, "quack", None),
+        ((9, 0), False, True, "cublas", "quack: quack-kernels is not importable.*pip install 'dmuon-service.quack.'"),
+        ((10, 0), True, False, "quack", None),
+        ((8, 0), True, True, "cute_sm80", None),
+        ((8, 7), False, True, "cute_sm80", None),
+        ((8, 0), True, False, "cublas", "cute_sm80: needs triton; pip install triton"),
+        ((7, 5), True, True, "cublas", None),
+    ],
+)
+def test_the_ladder(
+    gpu: Callable[..., None], caplog: pytest.LogCaptureFixture, capability: tuple[int, int], quack: bool, triton: bool,
+    expected: str, reason: str | None,
+) -> None:  # fmt: skip
+    """``auto`` on each generation, what the reports say of it, and the one warning where something is missing."""
+    gpu(capability, quack=quack, triton=triton)
+    assert [NewtonSchulz().kernel_on(GPU) for _ in range(2)] == [expected] * 2
+    status = get_backend_status()
+    assert status["auto_choice"] == expected and status["sm_version"] == 10 * capability[0] + capability[1]
+    assert status["quack_available"] is (quack and capability[0] >= 9)
+    assert status["cute_sm80_available"] is (triton and capability[0] >= 8)
+    assert f"kernel={expected} (SM{capability[0]}{capability[1]}, " in get_ns_backend()
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == (reason is not None), said
+    assert reason is None or re.search(f"runs on cublas instead of {reason}", said[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "cure"),
+    [
+        ("quack", (9, 0), r"quack-kernels is not importable.*pip install 'dmuon-service\[quack\]'"),
+        ("quack", (8, 0), r"needs SM90\+, found SM80"),
+        ("cute_sm80", (8, 0), "pip install triton"),
+        ("cute_sm80", (7, 5), r"needs SM80\+, found SM75"),
+    ],
+)
+def test_a_named_kernel_fails_at_construction_with_what_to_install(
+    gpu: Callable[..., None], name: str, capability: tuple[int, int], cure: str
+) -> None:
+    gpu(capability, quack=False, triton=False)
+    with pytest.raises(KernelUnavailable, match=cure):
+        NewtonSchulz(kernel=name)
+
+
+def test_switching_quack_off_reaches_auto_and_its_reports(
+    gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu((9, 0), quack=True, triton=True)
+    ns = NewtonSchulz()
+    assert ns.kernel_on(GPU) == get_backend_status()["auto_choice"] == "quack"
+    monkeypatch.setattr(syrk_quack, "ADAPTER_READY", False)
+    assert ns.kernel_on(GPU) == get_backend_status()["auto_choice"] == "cublas"
+    assert "kernel=cublas" in get_ns_backend() and get_backend_status()["quack_available"] is False
+    assert sum("ADAPTER_READY is False" in record.getMessage() for record in caplog.records) == 1, "said once"
+    with pytest.raises(KernelUnavailable, match="ADAPTER_READY is False"):
+        NewtonSchulz(kernel="quack")
+    monkeypatch.setattr(syrk_quack, "ADAPTER_READY", True)
+    assert ns.kernel_on(GPU) == "quack", "and back"
+
+
+@pytest.mark.parametrize("kernel", ["cublas", "blocked", "quack"])
+def test_quack_multiplies_last_only_where_quack_was_chosen(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
+    """Its plain GEMM writes the last product in another dtype; whoever named another kernel does not get it."""
+    products: list[torch.dtype] = []
+
+    def rectangular(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        products.append(dtype)
+        return torch.bmm(left, right).to(dtype)
+
+    monkeypatch.setattr(syrk_quack, "rectangular_ready", lambda left, right: True)
+    monkeypatch.setattr(syrk_quack, "rectangular", rectangular)
+    monkeypatch.setattr(_last_product, "MIN_FLOPS_FOR_QUACK", 0.0)
+    monkeypatch.setitem(KERNELS, "quack", _OnACpu())
+    ns = NewtonSchulz(kernel=kernel)
+    ns(torch.ones(4, 8, dtype=torch.bfloat16))
+    assert products == [torch.bfloat16] * (kernel == "quack")
+    ns.fall_back([torch.ones(4, 8, dtype=torch.bfloat16)])
+    assert len(products) == (kernel == "quack"), "falling back leaves quack alone"
+
+
+class _OnACpu(_FakeDevice):
+    """quack that computes on a CPU, whatever the size."""
+
+    def serves(self, short_dim: int, long_dim: int, dtype: torch.dtype) -> bool:
+        return True
+
+    def _launch(
+        self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None, alpha: float, beta: float, out: torch.Tensor
+    ) -> None:
+        plain_product(a, b, c, alpha, beta, out)
+
+    def adds_at_once(self, left: torch.Tensor, right: torch.Tensor) -> bool:
+        return False
 
 
 def test_quack_serves_only_what_it_can() -> None:

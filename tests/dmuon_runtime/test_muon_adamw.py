@@ -409,3 +409,5 @@ def test_the_selection_is_final_and_settings_are_checked() -> None:
                      {"momentum_convention": "nag"}, {"weight_decay": math.nan}, {"adamw_eps": -1.0}):  # fmt: skip
         with pytest.raises(dmuon.SettingError):
             make(model, **settings)
+    with pytest.raises(ValueError, match=r"restart_iterations \[4\] lie beyond the last of 4 steps"):
+        make(model, ns_steps=4, newton_schulz=dmuon.NewtonSchulz(restart_iterations=[2, 4]))

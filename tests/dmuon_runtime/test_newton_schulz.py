@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from dmuon_runtime import ledger
-from dmuon_runtime.coefficients import YOU_COEFFICIENTS, apply_polynomials, coefficients_for
+from dmuon_runtime.coefficients import (
+    POLAR_EXPRESS_COEFFICIENTS,
+    YOU_COEFFICIENTS,
+    apply_polynomials,
+    coefficients_for,
+    polar_express,
+)
 from dmuon_runtime.functional import direct_newton_schulz, gram_newton_schulz, newton_schulz
+from dmuon_runtime.kernels import registered_kernel
+from dmuon_runtime.kernels._blocked import Blocked
 from dmuon_runtime.newton_schulz import NewtonSchulz, default_restarts, orthogonality_error
 
 SHAPES = [(64, 128), (128, 64), (48, 48), (3, 16, 40), (2, 2, 40, 16)]
@@ -107,8 +121,8 @@ def test_degenerate_shapes(shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(result.double(), reference(matrix, NewtonSchulz()), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 3, 3)])
-def test_empty_tensors_come_back_empty(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (3, 0, 3)])
+def test_matrices_without_elements_come_back(shape: tuple[int, ...]) -> None:
     assert newton_schulz(torch.zeros(shape)).shape == shape
 
 
@@ -203,23 +217,88 @@ def test_mixed_dtypes_in_one_call() -> None:
         torch.testing.assert_close(result.double(), reference(matrix, NewtonSchulz()), rtol=0, atol=5e-3)
 
 
-def test_no_matrices_and_an_empty_batch() -> None:
+def test_a_rank_without_matrices_has_nothing_to_do() -> None:
     assert NewtonSchulz().orthogonalize([]) == []
-    assert NewtonSchulz()(torch.zeros(0, 4, 8)).shape == (0, 4, 8)
 
 
-def test_bad_input_is_refused_with_the_cure() -> None:
-    for bad in (torch.ones(2, 2, dtype=torch.int32), torch.ones(2, 2, dtype=torch.complex64), torch.ones(3)):
-        with pytest.raises(ValueError, match=r"floating tensors \[..., m, n\].*cast integers"):
-            newton_schulz(bad)
+@pytest.mark.parametrize(
+    ("bad", "found", "cure"),
+    [
+        (torch.ones(2, 2, dtype=torch.int32), r"\(2, 2\) torch.int32", "cast integers"),
+        (torch.ones(2, 2, dtype=torch.complex64), r"\(2, 2\) torch.complex64", "split complex tensors"),
+        (torch.ones(3), r"\(3,\) torch.float32", "give vectors two dims or to AdamW"),
+        (torch.ones(()), r"\(\) torch.float32", "give vectors two dims"),
+        (torch.zeros(0, 4, 8), r"\(0, 4, 8\), an empty batch", "leave empty batches out"),
+        (torch.zeros(2, 0, 4, 8), r"\(2, 0, 4, 8\), an empty batch", "leave empty batches out"),
+        (torch.eye(3).to_sparse(), r"\(3, 3\) torch.float32 with layout sparse_coo", "make sparse ones dense"),
+        ([[1.0, 2.0]], "a list", "make tensors of other objects"),
+        (None, "a NoneType", "make tensors of other objects"),
+    ],
+)
+def test_what_is_no_matrix_is_refused_with_the_cure(bad: object, found: str, cure: str) -> None:
+    with pytest.raises(ValueError, match=rf"found \[1\] {found}: .*{cure}"):
+        NewtonSchulz().orthogonalize([gaussian(2, 2), bad])  # type: ignore[list-item]
+
+
+def test_a_shard_is_not_taken_for_the_matrix(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        shard = distribute_tensor(gaussian(8, 16), init_device_mesh("cpu", (1,)), [Shard(0)])
+        with pytest.raises(ValueError, match=r"\[0\] \(8, 16\), a distributed tensor: .*gather distributed ones"):
+            newton_schulz(shard)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_bad_settings_are_refused_with_the_cure() -> None:
     with pytest.raises(ValueError, match="there are gram, direct"):
         NewtonSchulz("gramm")  # type: ignore[arg-type]
-    for restarts in ([1.5], [3, 3], [-1]):
-        with pytest.raises(ValueError, match="different whole steps of at least 1"):
+    for restarts in ([1.5], [3, 3], [-1], 3, [True], "3"):
+        with pytest.raises(ValueError, match=r"different whole steps of at least 1.*default for 5 steps"):
             NewtonSchulz(restart_iterations=restarts)  # type: ignore[arg-type]
-    for coefficients in ([1.0, 2.0, 3.0], ["abc"], [(1.0, 2.0)]):
+    for steps in (2.5, "5", None, True, -1):
+        with pytest.raises(ValueError, match="steps must be a whole number of at least 1"):
+            newton_schulz(gaussian(4, 4), steps)  # type: ignore[arg-type]
+    for coefficients in ([1.0, 2.0, 3.0], ["abc"], [(1.0, 2.0)], ["123"], [("1", "2", "3")]):
         with pytest.raises(ValueError, match=r"coefficients\[0\] must be three finite numbers.*one triple a step"):
             NewtonSchulz(coefficients=coefficients)  # type: ignore[arg-type]
+    for coefficients in (5, {}, "abc"):
+        with pytest.raises(ValueError, match="at least one triple"):
+            NewtonSchulz(coefficients=coefficients)  # type: ignore[arg-type]
+    assert NewtonSchulz(coefficients=torch.eye(3)).coefficients[0] == (1.0, 0.0, 0.0), "an array is a set as well"  # type: ignore[arg-type]
+
+
+def test_other_steps_have_other_coefficients() -> None:
+    """A list that is cut would stay far from 1."""
+    for steps in (2, 3, 4, 7):
+        assert NewtonSchulz().plan(steps)[0] == polar_express(steps) != POLAR_EXPRESS_COEFFICIENTS[:steps]
+
+
+class _Layouts(Blocked):
+    """Remembers how the left operands of the Gram products lie."""
+
+    name = "layouts"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strides: list[tuple[int, ...]] = []
+
+    def symmetric(self, a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if a.shape[1] != a.shape[2]:
+            assert a.data_ptr() == b.data_ptr(), "one operand, read twice"
+            self.strides.append(a.stride()[1:])
+        return super().symmetric(a, b, *args, **kwargs)
+
+
+def test_a_tall_matrix_is_multiplied_as_it_lies() -> None:
+    """Nothing is transposed in memory: its Gram product reads columns of what stayed row by row."""
+    kernel = _Layouts()
+    with registered_kernel(kernel):
+        for backend, times in (("gram", 2), ("direct", 5)):
+            ns = NewtonSchulz(backend, kernel="layouts")  # type: ignore[arg-type]
+            ns.orthogonalize([gaussian(40, 16), gaussian(16, 40)])
+            assert sorted(kernel.strides) == [(1, 16)] * times + [(40, 1)] * times
+            kernel.strides.clear()
 
 
 def test_orthogonality_error() -> None:

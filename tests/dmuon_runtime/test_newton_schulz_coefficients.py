@@ -8,6 +8,7 @@ import torch
 from dmuon_runtime.coefficients import (
     KELLER_JORDAN_COEFFICIENTS,
     POLAR_EXPRESS_COEFFICIENTS,
+    SAFETY,
     YOU_COEFFICIENTS,
     CoefficientError,
     Triple,
@@ -21,10 +22,15 @@ INPUTS = torch.logspace(-5, 0, 20_001, dtype=torch.float64)
 
 
 def test_the_recurrence_reproduces_the_published_set() -> None:
-    torch.testing.assert_close(
-        torch.tensor(polar_express(5)).double(), torch.tensor(POLAR_EXPRESS_COEFFICIENTS).double(), rtol=1e-6, atol=0
-    )
-    assert polar_express(5)[0][2] == pytest.approx(13.555306149406924, rel=1e-12)
+    for found, published in zip(polar_express(5), POLAR_EXPRESS_COEFFICIENTS, strict=True):
+        assert found == pytest.approx(published, rel=1e-11)
+
+
+def test_further_steps_are_the_published_ones() -> None:
+    unscaled = [(a * SAFETY, b * SAFETY**3, c * SAFETY**5) for a, b, c in polar_express(8)]
+    assert unscaled[5] == pytest.approx((1.891301407787398, -1.2679958271945868, 0.37680408948524835), rel=1e-8)
+    assert unscaled[6] == pytest.approx((1.8750014808534479, -1.2500016453999487, 0.3750001645474248), rel=1e-8)
+    assert unscaled[7] == pytest.approx((15 / 8, -10 / 8, 3 / 8), rel=1e-8)
 
 
 @pytest.mark.parametrize(
@@ -32,9 +38,12 @@ def test_the_recurrence_reproduces_the_published_set() -> None:
     [
         (POLAR_EXPRESS_COEFFICIENTS, 1e-3, 0.729, 1.124),
         (POLAR_EXPRESS_COEFFICIENTS, 3e-3, 0.846, 1.124),
+        (POLAR_EXPRESS_COEFFICIENTS, 1e-2, 0.846, 1.124),
         (YOU_COEFFICIENTS, 1e-3, 0.475, 1.145),
+        (YOU_COEFFICIENTS, 3e-3, 0.978, 1.145),
         (YOU_COEFFICIENTS, 1e-2, 0.978, 1.032),
         (KELLER_JORDAN_COEFFICIENTS, 1e-3, 0.471, 1.202),
+        (KELLER_JORDAN_COEFFICIENTS, 3e-3, 0.682, 1.202),
         (KELLER_JORDAN_COEFFICIENTS, 1e-2, 0.682, 1.134),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from dmuon_runtime._ns_groups import Recipe, kept_bytes
 from dmuon_runtime._ns_measure import Measuring
 from dmuon_runtime.breaker import Thresholds
 from dmuon_runtime.guard import KernelGuard
-from dmuon_runtime.kernels import KERNELS, syrk_quack
+from dmuon_runtime.kernels import KERNELS, registered_kernel, syrk_quack
+from dmuon_runtime.kernels._blocked import Blocked
 from dmuon_runtime.kernels._tiles import Product, candidate_tiles
 from dmuon_runtime.ledger import LEDGER, NsCount, snapshot
 from dmuon_runtime.newton_schulz import NewtonSchulz, orthogonality_error
@@ -26,7 +28,8 @@ from dmuon_runtime.newton_schulz import NewtonSchulz, orthogonality_error
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 SHAPES = [(1, 512, 512), (3, 1024, 4096), (2, 4096, 1024), (24, 768, 3072), (1, 264, 1000), (2, 2048, 2048)]
-KERNEL_IN_PROFILE = {"quack": "quack", "cute_sm80": "_kernel", "cublas": "gemm"}
+LARGE = (24, 768, 3072)
+"""Large enough for quack's plain GEMM to do the last product in bfloat16."""
 
 
 def kernels() -> list[str]:
@@ -65,24 +68,53 @@ def test_every_kernel_equals_fp64(name: str, backend: str, shape: tuple[int, ...
     assert error < 0.008, f"{error:.1e}: bfloat16 output alone rounds to 2e-3"
 
 
+def names_launched(call: Callable[[], object]) -> list[str]:
+    """Names of the device kernels that ``call`` launches, by the profiler."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+        call()
+        torch.cuda.synchronize()
+    return [e.name for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+
+
 @pytest.mark.parametrize("name", ["quack", "cute_sm80", "cublas"])
-def test_the_profiler_saw_what_the_ledger_counted(name: str) -> None:
+@pytest.mark.parametrize(("backend", "symmetric", "rectangular"), [("gram", 16, 2), ("direct", 10, 5)])
+def test_the_profiler_saw_what_the_ledger_counted(name: str, backend: str, symmetric: int, rectangular: int) -> None:
     if name not in kernels():
         pytest.skip(f"{name} does not run here")
-    ns, g = NewtonSchulz("gram", kernel=name), matrices((2, 1024, 2048))
+    ns, g = NewtonSchulz(backend, kernel=name), matrices((2, 1024, 2048))  # type: ignore[arg-type]
     for _ in range(2):
         ns(g)
-    torch.cuda.synchronize()
-    before = snapshot()[name, "gram"].launches
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
-        ns(g)
-        torch.cuda.synchronize()
-    counted = snapshot()[name, "gram"].launches - before
-    launched = [e for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    names = [e.name for e in launched]
-    symmetric = [n for n in names if _is_symmetric(n, name)]
-    rectangular = 2 if name == "cublas" else 0  # Q X before the restart and at the end run on cuBLAS as well
-    assert len(symmetric) == counted + rectangular == 16 + rectangular, names
+    before = snapshot()[name, backend].launches
+    names = names_launched(lambda: ns(g))
+    counted = snapshot()[name, backend].launches - before
+    found = [n for n in names if _is_symmetric(n, name)]
+    plain = rectangular if name == "cublas" else 0  # products Q X run on cuBLAS as well
+    assert len(found) == counted + plain == symmetric + plain, names
+    others = [n for n in names for other in ("quack", "cute_sm80") if other != name and _is_symmetric(n, other)]
+    assert not others, others
+
+
+def test_who_did_not_choose_quack_gets_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its symmetric products nor its plain one behind them: by name, by fallback, by the switch."""
+    if "quack" not in kernels():
+        pytest.skip("quack does not run here")
+    g = matrices(LARGE)
+
+    def of_quack(call: Callable[[], object]) -> int:
+        for _ in range(2):  # eager, captured
+            call()
+        return sum("quack" in name.lower() for name in names_launched(call))
+
+    ns = NewtonSchulz()
+    assert of_quack(lambda: ns(g)) == 17, "16 symmetric ones and the last"
+    for other in (NewtonSchulz(kernel="cublas"), NewtonSchulz(kernel="blocked"), NewtonSchulz(deterministic=True)):
+        assert of_quack(lambda other=other: other(g)) == 0, other
+    assert of_quack(lambda: ns.fall_back([g])) == 0
+    monkeypatch.setattr(syrk_quack, "ADAPTER_READY", False)
+    assert of_quack(lambda: ns(g)) == 0
+    monkeypatch.setattr(syrk_quack, "ADAPTER_READY", True)
+    assert of_quack(lambda: ns(g)) == 17
 
 
 def _is_symmetric(kernel_name: str, kernel: str) -> bool:
@@ -123,17 +155,76 @@ def test_any_scale(scale: float) -> None:
     assert difference < 1e-2, "another scale rounds other bits to float16"
 
 
-def test_zero_and_non_finite_stay_apart() -> None:
+@pytest.mark.parametrize("backend", ["gram", "direct"])
+def test_subnormal_input_is_like_any_other(backend: str) -> None:
+    """Few bits are left of it: the result is that of those bits."""
+    ns = NewtonSchulz(backend)  # type: ignore[arg-type]
+    for g in (matrices((2, 512, 1024), torch.float32) * 1e-40, matrices((512, 512), torch.float16) * 2**-20):
+        assert 0 < float(g.abs().max()) < torch.finfo(g.dtype).smallest_normal
+        expected = reference(g, ns)
+        assert (ns(g).double() - expected).norm() / expected.norm() < 0.008
+
+
+def test_elements_of_float16_up_to_its_largest() -> None:
+    g = (matrices((512, 768), torch.float32).clamp(-3, 3) * 2e4).half()
+    ns = NewtonSchulz()
+    assert g.float().norm() > torch.finfo(torch.float16).max
+    expected = reference(g, ns)
+    assert (ns(g).double() - expected).norm() / expected.norm() < 0.004
+
+
+def test_rank_one_stays_rank_one() -> None:
+    """In float16 the noise of rounding is lifted with the signal, and stays far below it."""
+    torch.manual_seed(0)
+    g = torch.outer(torch.randn(512, device="cuda"), torch.randn(1024, device="cuda"))
+    for name in kernels():
+        values = torch.linalg.svdvals(NewtonSchulz(kernel=name)(g))
+        assert 0.7 < float(values[0]) < 1.13, name
+        assert float(values[1]) < 0.2, name
+
+
+@pytest.mark.parametrize("shape", [(2, 20_000), (20_000, 2), (256, 65_536), (65_536, 256), (1, 300)], ids=str)
+def test_huge_aspect_ratios(shape: tuple[int, ...]) -> None:
+    g = matrices(shape, torch.float32)
+    for ns in (NewtonSchulz(), NewtonSchulz("direct"), NewtonSchulz(kernel="cublas")):
+        expected = reference(g, ns)
+        assert (ns(g).double() - expected).norm() / expected.norm() < 0.015
+
+
+def test_non_contiguous_input() -> None:
+    base = matrices((512, 3, 768))
+    ns = NewtonSchulz()
+    for view in (base.permute(1, 0, 2), base[:, 1].T, base[:, :1].permute(1, 2, 0), base[::2, :, ::3].permute(1, 2, 0)):
+        assert not view.is_contiguous()
+        assert torch.equal(ns(view), ns(view.contiguous()))
+
+
+def test_a_batch_longer_than_a_grid() -> None:
+    """Every axis of a grid but the first ends at 65 535."""
+    g = matrices((70_000, 8, 8))
+    ns = NewtonSchulz(kernel="cublas")
+    expected = reference(g[-3:], ns)
+    for _ in range(3):
+        result = ns(g)
+    assert (result[-3:].double() - expected).norm() / expected.norm() < 0.05, "small ones round most"
+    x = matrices((70_000, 64, 16), torch.float16) / 32
+    if "cute_sm80" in kernels():
+        found = KERNELS["cute_sm80"].symmetric(x, x.mT)
+        torch.testing.assert_close(found[-3:], torch.bmm(x[-3:], x[-3:].mT), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_zero_and_non_finite_stay_apart(bad: float) -> None:
     g = matrices((3, 512, 1024))
     g[0] = 0
-    g[1, 3, 5] = float("nan")
-    ns = NewtonSchulz()
-    for _ in range(3):
-        u = ns(g)
-        assert (u[0] == 0).all(), u[0]
-        assert u[1].isnan().all(), u[1]
-        assert u[2].isfinite().all(), u[2]
-    assert orthogonality_error(u[2]).item() < 0.6
+    g[1, 3, 5] = bad
+    for ns in (NewtonSchulz(), NewtonSchulz("direct"), NewtonSchulz(kernel="cublas")):
+        for _ in range(3):
+            u = ns(g)
+            assert (u[0] == 0).all(), u[0]
+            assert u[1].isnan().all(), u[1]
+            assert u[2].isfinite().all(), u[2]
+        assert orthogonality_error(u[2]).item() < 0.6
 
 
 def test_mixed_group_is_bit_equal_to_one_by_one() -> None:
@@ -191,6 +282,32 @@ def test_prepare_leaves_nothing_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path:
     again = list[str]()
     assert NewtonSchulz().prepare(shapes, torch.float32, device, again.append) == choices
     assert len(again) == 1, "nothing is measured twice"
+
+
+class _Own(Blocked):
+    """A kernel of one's own, right or ``factor`` times too large."""
+
+    name = "own"
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self._factor = factor
+
+    def _launch(self, a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, out: Tensor) -> None:
+        super()._launch(a, b, c, alpha, beta, out)
+        out.mul_(self._factor)
+
+
+def test_a_graph_is_of_one_kernel_not_of_a_name() -> None:
+    """What stood there before under the same name is not replayed."""
+    g, results = matrices((2, 512, 1024)), list[Tensor]()
+    with registered_kernel(_Own(1.0)):
+        ns = NewtonSchulz(kernel="own")
+        for factor in (1.0, 0.5):
+            with registered_kernel(_Own(factor)):
+                results += [ns(g) for _ in range(3)]
+    assert torch.equal(results[0], results[2]) and torch.equal(results[3], results[5])
+    assert not torch.allclose(results[2], results[3], rtol=0.1)
 
 
 def test_graphs_leave_when_they_keep_too_much() -> None:

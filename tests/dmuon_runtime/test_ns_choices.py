@@ -6,20 +6,22 @@ import json
 import logging
 import multiprocessing
 import os
+import pwd
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from dmuon_runtime import _ns_measure
+from dmuon_runtime import _choice_store, _ns_measure
 from dmuon_runtime._choice_store import ChoiceStore, choice_store, machine_of
 from dmuon_runtime._ns_choices import Choices, Form
 from dmuon_runtime._ns_groups import Group, Recipe, decide_form, is_open, rounds
 from dmuon_runtime._ns_measure import Measuring
 from dmuon_runtime.kernels import KERNELS
 from dmuon_runtime.kernels._cublas import plain_product
-from dmuon_runtime.kernels._settings import cache_directory
+from dmuon_runtime.kernels._settings import cache_directory, keep_compiled_kernels
 from dmuon_runtime.kernels._tiles import (
     FLAT,
     LARGE,
@@ -55,6 +57,9 @@ def test_the_directory_comes_from_the_environment(monkeypatch: pytest.MonkeyPatc
     assert cache_directory() == tmp_path
     monkeypatch.delenv("DMUON_CACHE_DIR")
     assert cache_directory() == Path.home() / ".cache" / "dmuon"
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", Mock(side_effect=KeyError))
+    assert cache_directory().name == f"dmuon-{os.getuid()}", "a user without a home"
 
 
 def test_what_is_added_is_found_by_another_process_of_the_same_machine(tmp_path: Path) -> None:
@@ -117,10 +122,37 @@ def test_where_nothing_can_be_written_choices_live_in_the_process(
     assert sum("in this process alone" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_the_machine_names_versions() -> None:
-    assert set(machine_of(CPU)) == {"chip", "driver", "torch", "triton", "quack-kernels"}
+def test_the_machine_names_chip_driver_and_versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert set(machine_of(CPU)) == {"chip", "driver", "torch", "triton", "quack-kernels", "nvidia-cutlass-dsl"}
     assert machine_of(CPU)["torch"] == torch.__version__
     assert choice_store(CPU) is choice_store(CPU)
+    facts = tmp_path / "facts"
+    facts.write_text("processor\t: 0\nmodel name\t: Some CPU 9\nmodel name\t: Some CPU 9\n")
+    monkeypatch.setattr(_choice_store, "CPU_FACTS", facts)
+    assert " Some CPU 9 " in machine_of(CPU)["chip"], "two CPUs of one architecture are two machines"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    monkeypatch.setattr(_choice_store, "DRIVER_MODULE", facts)
+    facts.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.12.4  Release Build\n")
+    first = machine_of(torch.device("cuda", 0))
+    assert first["chip"] == "Some GPU" and first["driver"].startswith("570.12.4, CUDA ")
+    facts.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.12.5  Some day\n")
+    assert machine_of(torch.device("cuda", 0))["driver"].startswith("570.12.5, ")
+    facts.unlink()
+    assert machine_of(torch.device("cuda", 0))["driver"].startswith("unknown, ")
+
+
+def test_compiled_kernels_are_kept_beside_the_choices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("QUACK_CACHE_DIR", "")  # so that it is as before afterwards
+    keep_compiled_kernels()
+    assert os.environ["QUACK_CACHE_DIR"] == str(tmp_path / "quack") and (tmp_path / "quack").is_dir()
+    monkeypatch.setenv("QUACK_CACHE_DIR", "elsewhere")
+    keep_compiled_kernels()
+    assert os.environ["QUACK_CACHE_DIR"] == "elsewhere", "the user's word counts"
+    monkeypatch.delenv("QUACK_CACHE_DIR")
+    (tmp_path / "file").write_text("no directory")
+    monkeypatch.setenv("DMUON_CACHE_DIR", str(tmp_path / "file"))
+    keep_compiled_kernels()
+    assert "QUACK_CACHE_DIR" not in os.environ, "its own default"
 
 
 def test_choices_travel_as_json() -> None:
@@ -275,8 +307,9 @@ def test_measuring_on_a_cpu_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_real_times_are_taken_and_the_result_stays_the_same() -> None:
     matrix = torch.randn(2, 128, 160, generator=torch.Generator().manual_seed(0))
     ns = NewtonSchulz()
-    before = ns(matrix)
+    before, counted = ns(matrix), snapshot()
     ns.prepare([matrix.shape], torch.float32, CPU)
+    assert snapshot() == counted, "what is measured updates nothing"
     torch.testing.assert_close(ns(matrix), before, rtol=0, atol=1e-4)
     assert os.listdir(cache_directory())
 

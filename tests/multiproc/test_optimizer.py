@@ -281,6 +281,8 @@ def _settings_are_refused() -> None:
     for options in bad:
         with pytest.raises(dmuon.SettingError, match=next(iter(options)).removeprefix("adamw_")):
             dmuon.Muon(model, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"restart_iterations \[4\] lie beyond the last of 4 steps"):
+        dmuon.Muon(model, ns_steps=4, ns_backend=dmuon.NewtonSchulz(restart_iterations=[2, 4]))
     for max_norm in (0.0, math.nan, "1", None):
         with pytest.raises(dmuon.SettingError, match="max_norm"):
             dmuon.clip_grad_norm_(dmuon.Muon(model), max_norm)  # type: ignore[arg-type]
