@@ -9,13 +9,19 @@ Note "A graph owns its cuBLAS workspace". torch keeps one workspace for each han
 frees it when anybody asks (CUDA graphs of torch.compile do): a graph that had captured it would then write to memory
 that is no longer there, and the device faults. So torch forgets its workspaces before a capture, which makes cuBLAS
 take one from the graph's own pool, and again after it, so that nobody else ever uses that one.
+
+Note "A capture that fails". Nothing that was captured has run, so the step loses nothing: the group runs eagerly, now
+and from then on. torch ends a capture that broke CUDA's rules halfway, and the rest is done here: the stream of before
+comes back, the allocator stops recording, and the pool is left to what lives in it. Then the device is asked whether
+it still works, the only wait: if it does not, that is what is raised.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +80,8 @@ class GraphCache:
         self._pools: dict[torch.device, Any] = {}
         self._max_graphs, self._max_bytes = max_graphs, max_bytes
         self._told = False
+        self._refused: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()  # allocators may still ask a graph
+        self._causes: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -86,13 +94,21 @@ class GraphCache:
         return found
 
     def worth_capturing(self, key: Hashable) -> bool:
-        """True from the second time on: the first runs eagerly, which compiles what the graph will launch."""
+        """True from the second time on: the first runs eagerly, which compiles what the graph will launch.
+
+        False for good once a capture failed.
+        """
+        if key in self._refused:
+            return False
         if key in self._seen:
             return True
-        self._seen[key] = None
-        while len(self._seen) > MAX_SEEN:
-            self._seen.popitem(last=False)
+        _remember(self._seen, key, None)
         return False
+
+    @property
+    def num_refused(self) -> int:
+        """Keys that run eagerly because their capture failed."""
+        return len(self._refused)
 
     def inputs(self, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
         """Return views [b, rows, cols] of the shared arena, one a shape, none overlapping."""
@@ -108,21 +124,50 @@ class GraphCache:
             begin += size
         return views
 
-    def capture(self, key: Hashable, inputs: list[Tensor], work: Work) -> Captured:
-        """Capture ``work(inputs)``; what ``inputs`` hold is not changed."""
-        device = inputs[0].device
-        pool = self._pools.setdefault(device, torch.cuda.graph_pool_handle())
-        graph = torch.cuda.CUDAGraph()
-        capturing = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
-        torch._C._cuda_clearCublasWorkspaces()
+    def capture(self, key: Hashable, inputs: list[Tensor], work: Work) -> Captured | None:
+        """Capture ``work(inputs)``; what ``inputs`` hold is not changed.
+
+        None where that fails, which is logged once for each cause: the key is to run eagerly from then on.
+
+        Raises:
+            RuntimeError: (as torch's ``AcceleratorError``) the device itself has failed.
+        """
+        device, graph = inputs[0].device, torch.cuda.CUDAGraph()
         try:
-            with LEDGER.recording() as launches, torch.cuda.device(device), capturing:
+            with LEDGER.recording() as launches, self._capturing(graph, device):
                 unfinished = work(inputs)
-        finally:
-            torch._C._cuda_clearCublasWorkspaces()
+        except Exception as error:  # whatever a kernel or CUDA has against being captured
+            torch.cuda.synchronize(device)
+            self._refuse(key, graph, error)
+            return None
         captured = Captured(graph, inputs, unfinished, launches)
         self.keep(key, captured)
         return captured
+
+    @contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None]:
+        """Capture into the pool of ``device``; see the notes at the top for what is done around it."""
+        pool = self._pools.setdefault(device, torch.cuda.graph_pool_handle())
+        torch._C._cuda_clearCublasWorkspaces()
+        try:
+            with (
+                torch.cuda.device(device),
+                torch.cuda.stream(torch.cuda.current_stream(device)),  # torch forgets to go back where the end fails
+                torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+            ):
+                yield
+        except BaseException:
+            _stop_recording(device, self._pools.pop(device))
+            raise
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
+
+    def _refuse(self, key: Hashable, graph: torch.cuda.CUDAGraph, error: Exception) -> None:
+        _remember(self._refused, key, graph)
+        cause = f"{type(error).__name__}: {error}".split("\n", 1)[0][:300]
+        if cause not in self._causes:
+            self._causes.add(cause)
+            _log.warning("Newton-Schulz runs a group without a CUDA graph from now on: capturing failed: %s", cause)
 
     def keep(self, key: Hashable, captured: Captured) -> None:
         """Add a graph, and let the least recently used go where that is too much."""
@@ -157,3 +202,18 @@ class GraphCache:
         self._seen.clear()
         self._arenas.clear()
         self._pools.clear()
+
+
+def _remember(keys: OrderedDict[Hashable, Any], key: Hashable, value: object) -> None:
+    keys[key] = value
+    while len(keys) > MAX_SEEN:
+        keys.popitem(last=False)
+
+
+def _stop_recording(device: torch.device, pool: Any) -> None:
+    """Take back what a capture that did not come to its end still has of the allocator."""
+    try:
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+    except RuntimeError:
+        return  # torch came as far as that, and lets go of the pool with the graph
+    torch._C._cuda_releasePool(device.index, pool)

@@ -378,7 +378,10 @@ class NewtonSchulz:
     def _graph(
         self, key: Hashable, group: Group, recipe: Recipe, shapes: Sequence[tuple[int, int, int]]
     ) -> Captured | None:
-        """Return the graph of a group that has run before, captured now if need be; None for the first run."""
+        """Return the graph of a group that has run before, captured now if need be.
+
+        None for the first run, and for every run once a capture failed.
+        """
         found = self._graphs.find(key)
         if found is None and self._graphs.worth_capturing(key):
             inputs = self._graphs.inputs(shapes, group.dtype, group.device)

@@ -310,6 +310,30 @@ def test_a_graph_is_of_one_kernel_not_of_a_name() -> None:
     assert not torch.allclose(results[2], results[3], rtol=0.1)
 
 
+class _Waits(Blocked):
+    """Right, but it waits for the device, which no capture allows."""
+
+    name = "waits"
+
+    def _launch(self, a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, out: Tensor) -> None:
+        super()._launch(a, b, c, alpha, beta, out)
+        torch.cuda.current_stream().synchronize()
+
+
+def test_what_cannot_be_captured_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
+    g, stream = matrices((2, 512, 1024)), torch.cuda.current_stream()
+    with registered_kernel(_Waits()):
+        ns = NewtonSchulz(kernel="waits")
+        results = [ns(g) for _ in range(4)]
+        assert torch.cuda.current_stream() == stream
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert (len(ns._graphs), ns._graphs.num_refused) == (0, 1)
+    assert ["without a CUDA graph" in record.getMessage() for record in caplog.records].count(True) == 1
+    ns = NewtonSchulz(kernel="cublas")
+    expected = [ns(g) for _ in range(3)]
+    assert len(ns._graphs) == 1 and torch.equal(expected[0], expected[2]), "captures after it go well"
+
+
 def test_graphs_leave_when_they_keep_too_much() -> None:
     ns = NewtonSchulz()
     ns._graphs = GraphCache(max_bytes=2**24)
