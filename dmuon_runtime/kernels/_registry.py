@@ -147,8 +147,15 @@ def say_what_auto_is(name: str, device: torch.device) -> None:
         _log.info("Newton-Schulz: auto is %s on %s (%s)", kernel.name, device, kernel.available(device)[1])
 
 
-def _auto_choice(device: torch.device) -> SymmetricKernel:
-    return active_kernel(decide_choice(AUTO, kernel_from_environment(), False), device)
+def _auto_choice(device: torch.device) -> tuple[str | None, str]:
+    """Return the kernel that ``auto`` comes to, and why; None and the error where ``NewtonSchulz()`` raises it."""
+    choice = decide_choice(AUTO, kernel_from_environment(), False)
+    try:
+        check_runs(choice, device)
+    except KernelUnavailable as error:
+        return None, str(error)
+    kernel = active_kernel(choice, device)
+    return kernel.name, kernel.available(device)[1]
 
 
 def _sm_version(device: torch.device) -> int | None:
@@ -159,20 +166,35 @@ def _sm_version(device: torch.device) -> int | None:
 
 
 def get_backend_status() -> dict[str, int | str | bool | None]:
-    """Say what this machine has: ``auto_choice`` is what ``kernel="auto"`` would launch now."""
+    """Say what this machine has: ``auto_choice`` is what ``kernel="auto"`` would launch now.
+
+    It is None where that raises, since ``DMUON_NS_KERNEL`` names a kernel that cannot run here; then ``auto_error``
+    says why.
+
+    Raises:
+        ValueError: ``DMUON_NS_KERNEL`` is no kernel's name.
+    """
     device = default_device()
+    name, detail = _auto_choice(device)
     return {
         "sm_version": _sm_version(device),
-        "auto_choice": _auto_choice(device).name,
+        "auto_choice": name,
         "quack_available": KERNELS["quack"].available(device)[0],
         "cute_sm80_available": KERNELS["cute_sm80"].available(device)[0],
         "cublas_always_available": True,
+        **({} if name is not None else {"auto_error": detail}),
     }
 
 
 def get_ns_backend() -> str:
-    """One line for a start-up log: what ``NewtonSchulz()`` would launch now."""
+    """One line for a start-up log: what ``NewtonSchulz()`` would launch now, or that it raises and why.
+
+    Raises:
+        ValueError: ``DMUON_NS_KERNEL`` is no kernel's name.
+    """
     device = default_device()
-    kernel, version = _auto_choice(device), _sm_version(device)
+    (name, detail), version = _auto_choice(device), _sm_version(device)
     place = "CPU" if version is None else f"SM{version}"
-    return f"Gram NS · kernel={kernel.name} ({place}, {kernel.available(device)[1]})"
+    if name is None:
+        return f"Gram NS · no kernel ({place}): NewtonSchulz() fails: {detail}"
+    return f"Gram NS · kernel={name} ({place}, {detail})"

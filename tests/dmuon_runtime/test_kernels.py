@@ -93,9 +93,18 @@ def test_the_environment_counts_only_for_auto(monkeypatch: pytest.MonkeyPatch) -
     assert get_backend_status()["auto_choice"] == "blocked"
     with pytest.warns(UserWarning, match="environment says blocked"):
         NewtonSchulz(deterministic=True)
+
+
+def test_reports_say_that_a_kernel_of_the_environment_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KERNELS, "quack", _Absent())
     set_environment(monkeypatch, "quack")
-    with pytest.raises(KernelUnavailable, match="asked for by environment"):
+    with pytest.raises(KernelUnavailable, match="asked for by environment") as caught:
         NewtonSchulz()
+    status = get_backend_status()
+    assert (status["auto_choice"], status["auto_error"]) == (None, str(caught.value))
+    assert "kernel=" not in get_ns_backend() and f"NewtonSchulz() fails: {caught.value}" in get_ns_backend()
+    set_environment(monkeypatch, "cublas")
+    assert get_backend_status()["auto_choice"] == "cublas" and "auto_error" not in get_backend_status()
 
 
 def test_argument_against_deterministic_warns_and_runs() -> None:
@@ -114,6 +123,13 @@ def test_launches_are_counted_under_the_kernel_that_ran() -> None:
     assert {name: count(name) - before[name] for name in KERNELS} == {
         "quack": 0, "cute_sm80": 0, "blocked": 16, "cublas": 16,
     }  # fmt: skip
+
+
+class _Absent(syrk_quack.Quack):
+    """quack on a machine that lacks it."""
+
+    def available(self, device: torch.device) -> tuple[bool, str]:
+        return False, "not installed"
 
 
 class _FakeDevice(syrk_quack.Quack):
