@@ -70,6 +70,9 @@ def test_minimal_spec_has_every_default() -> None:
         ("data", {"sequence_length": 8, "files": ["a"], "directory": "b"}, "/data", "inconsistent"),
         ("name", "Not A Name", "/name", "string_pattern_mismatch"),
         ("kernels.coefficients", [[1.0, 2.0]], "/kernels/coefficients/0/2", "missing"),
+        ("kernels.coefficients", [[1.0, 2.0, "3"]], "/kernels/coefficients/0/2", "float_type"),
+        ("kernels.coefficients", "polar", "/kernels/coefficients", "unknown_value"),
+        ("kernels.coefficients", 5, "/kernels/coefficients", "tuple_type"),
     ],
 )
 def test_each_mistake_has_its_pointer(path: str, value: Any, pointer: str, code: str) -> None:
@@ -80,7 +83,7 @@ def test_each_mistake_has_its_pointer(path: str, value: Any, pointer: str, code:
     with pytest.raises(SpecInvalid) as caught:
         validate_spec(document)
     found = {error.pointer: error.code for error in caught.value.errors}
-    assert found.get(pointer) == code, found
+    assert found == {pointer: code}
 
 
 def test_an_unknown_field_is_told_with_those_of_its_optimizer() -> None:

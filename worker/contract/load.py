@@ -135,7 +135,8 @@ def validate_spec(document: dict[str, Any]) -> JobSpec:
         spec = JobSpec.model_validate_json(json.dumps(document), strict=True)
     except ValidationError as error:
         known = {entry.pointer for entry in errors}
-        errors += [entry for entry in map(_from_pydantic, error.errors()[:MAX_ERRORS]) if entry.pointer not in known]
+        found = [_from_pydantic(entry, document) for entry in error.errors()[:MAX_ERRORS]]
+        errors += [entry for entry in found if entry.pointer not in known]
     if spec is not None and not errors:
         errors += _cross_field(spec)
     if errors or spec is None:
@@ -225,12 +226,24 @@ def _escape(part: object) -> str:
     return text.replace("~", "~0").replace("/", "~1")
 
 
-def _from_pydantic(entry: Any) -> FieldError:
-    kind, found = entry["type"], entry.get("input")
-    parts = [part for part in entry["loc"] if not (isinstance(part, str) and _is_union_tag(part))]
+def _way(loc: tuple[int | str, ...], document: Any, kind: str) -> list[int | str]:
+    """Return the keys of ``document`` that lead to pydantic's ``loc``, which names members of unions between them."""
+    parts: list[int | str] = []
+    value = document
+    for number, part in enumerate(loc, 1):
+        held = dict(enumerate(value)) if isinstance(value, list) else value if isinstance(value, dict) else {}
+        if part in held or (kind == "missing" and number == len(loc)):
+            parts.append(part)
+            value = held.get(part)
+    return parts
+
+
+def _from_pydantic(entry: Any, document: Any) -> FieldError:
+    kind, found, loc = entry["type"], entry.get("input"), entry["loc"]
+    parts = _way(loc, document, kind)
     optimizer = "dmuon"
-    if parts[:1] == ["optimizer"] and len(parts) > 1 and str(parts[1]).startswith(OPTIMIZER_TAG):
-        optimizer = str(parts.pop(1)).removeprefix(OPTIMIZER_TAG)
+    if loc[:1] == ("optimizer",) and len(loc) > 1 and str(loc[1]).startswith(OPTIMIZER_TAG):
+        optimizer = str(loc[1]).removeprefix(OPTIMIZER_TAG)
     pointer = "".join(f"/{_escape(part)}" for part in parts)
     if kind == "extra_forbidden":
         return _unknown_field(pointer, parts, optimizer)
@@ -256,10 +269,6 @@ def _unknown_kind(pointer: str, found: object) -> FieldError:
     close = difflib.get_close_matches(str(found.get("kind")), list(_OPTIMIZERS), n=1)
     cure = f"Did you mean {close[0]!r}?" if close else None
     return FieldError(pointer=f"{pointer}/kind", code="unknown_value", message=message, suggestion=cure)
-
-
-def _is_union_tag(part: str) -> bool:
-    return part.startswith(("literal[", "tuple[", "constrained-", "lax-or-strict"))
 
 
 def _unknown_field(pointer: str, parts: list[int | str], optimizer: str) -> FieldError:

@@ -252,12 +252,23 @@ class BreakerSpec(Section):
         return self
 
 
+def _coefficients_tag(value: Any) -> str:
+    return "name" if isinstance(value, str) else "list"
+
+
+Coefficients = Annotated[
+    Annotated[CoefficientSet, Tag("name")] | Annotated[tuple[tuple[float, float, float], ...], Tag("list")],
+    Discriminator(_coefficients_tag),
+]
+"""A set's name, or triples (a, b, c), one a step: what is wrong is told of the one that was meant."""
+
+
 class KernelsSpec(Section):
     """Newton-Schulz: which iteration, with which coefficients, computed by what."""
 
     algorithm: Algorithm = Algorithm.GRAM
     kernel: Kernel = Kernel.AUTO
-    coefficients: CoefficientSet | tuple[tuple[float, float, float], ...] = CoefficientSet.POLAR_EXPRESS
+    coefficients: Coefficients = CoefficientSet.POLAR_EXPRESS
     restarts: tuple[Annotated[int, Field(ge=1)], ...] | None = None
     """Steps (0-based) before which the Gram form starts anew; None takes the runtime's choice."""
     breaker: BreakerSpec = BreakerSpec()
