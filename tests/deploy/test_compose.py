@@ -123,6 +123,42 @@ def test_prometheus_accepts_its_configuration(tmp_path: Path) -> None:
     assert receivers["targets"][0].split(":")[0] in compose()["services"]
 
 
+def seen_in(service: str, path: str) -> Path:
+    """Return the file or folder of this tree that a container of ``service`` finds at ``path``."""
+    mounts = [volume.split(":")[:2] for volume in compose()["services"][service]["volumes"] if volume.startswith(".")]
+    found = [DEPLOY / source / Path(path).relative_to(at) for source, at in mounts if Path(path).is_relative_to(at)]
+    assert found, f"{service} has nothing at {path}"
+    return found[0].resolve()
+
+
+def option(service: str, name: str) -> str:
+    (found,) = [word.split("=", 1)[1] for word in compose()["services"][service]["command"] if f"--{name}=" in word]
+    return found
+
+
+def test_prometheus_finds_rules_targets_alertmanager_and_its_token() -> None:
+    where = option("prometheus", "config.file")
+    config, home = yaml.safe_load(seen_in("prometheus", where).read_text()), str(Path(where).parent)
+    (rules,), (scrape,) = config["rule_files"], config["scrape_configs"]
+    folder = seen_in("prometheus", f"{home}/{Path(rules).parent}")
+    assert sorted(folder.glob(Path(rules).name)) == sorted((GENERATED / "prometheus").iterdir()) != []
+    (alerting,) = config["alerting"]["alertmanagers"]
+    for found, port in ((scrape, "8470"), (alerting, "9093")):
+        ((pattern,),) = [entry["files"] for entry in found["file_sd_configs"]]
+        (file,) = seen_in("prometheus", f"{home}/{Path(pattern).parent}").glob(Path(pattern).name)
+        ((target,),) = [entry["targets"] for entry in yaml.safe_load(file.read_text())]
+        assert target.split(":")[0] in compose()["services"] and target.split(":")[1] == port
+    (secret,) = compose()["services"]["prometheus"]["secrets"]
+    assert secret["target"] == f"{home}/{scrape['authorization']['credentials_file']}"
+    served = Path(compose()["services"]["control-plane"]["environment"]["DMUON_TOKEN_FILE"]).name
+    assert secret["source"] == served, "the token that the control plane asks for"
+
+
+def test_alertmanager_loads_the_generated_routes() -> None:
+    file = seen_in("alertmanager", option("alertmanager", "config.file"))
+    assert file == GENERATED / "alertmanager" / "alertmanager.yml" and file.exists()
+
+
 def test_grafana_provisioning_points_at_the_generated_files() -> None:
     provider = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/dmuon.yml").read_text())["providers"][0]
     mounted = [
@@ -132,5 +168,11 @@ def test_grafana_provisioning_points_at_the_generated_files() -> None:
     assert list((GENERATED / "grafana").glob("*.json"))
     home = compose()["services"]["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
     assert (GENERATED / "grafana" / Path(home).name).exists()
-    sources = yaml.safe_load((DEPLOY / "grafana/provisioning/datasources/prometheus.yml").read_text())["datasources"]
-    assert {source["url"].split("/")[2].split(":")[0] for source in sources} <= set(compose()["services"])
+    file = seen_in("grafana", "/etc/grafana/provisioning/datasources/prometheus.yml")
+    assert seen_in("grafana", "/etc/grafana/provisioning/dashboards/dmuon.yml").exists()
+    sources = {source["type"]: source for source in yaml.safe_load(file.read_text())["datasources"]}
+    assert {kind: source["url"] for kind, source in sources.items()} == {
+        "prometheus": "http://prometheus:9090", "alertmanager": "http://alertmanager:9093",
+    }  # fmt: skip
+    assert set(sources) <= set(compose()["services"]) and sources["prometheus"]["isDefault"]
+    assert sources["prometheus"]["jsonData"]["alertmanagerUid"] == sources["alertmanager"]["uid"]

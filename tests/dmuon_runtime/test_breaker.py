@@ -123,6 +123,8 @@ def test_what_an_operator_pins_stays(move: Move, state: str) -> None:
         assert grant(breaker, now) == state
     assert breaker.failures == {Cause.EXCEPTION: 2}
     assert breaker.is_watched == (state == "metrics_only") and not breaker.tries_next
+    for asked in (Move.TRIP, Move.PROBE, Move.CLOSE):
+        assert breaker.move(asked, 1e6, "another rank's wish") is None and breaker.state == state
     breaker.move(Move.RESET, 2e6, "over")
     assert grant(breaker, 2e6) == "closed", "what was seen under the operator's word does not trip afterwards"
 

@@ -57,6 +57,18 @@ def test_a_failing_call_gives_the_result_of_the_fallback(fault: Fault, amount: f
         assert wish is not None and wish[0] is Move.TRIP
 
 
+def test_results_that_are_not_orthogonal_trip_where_their_difference_is_allowed() -> None:
+    given = matrices((8, 16))
+    expected = NewtonSchulz("gram", "cublas").orthogonalize(given)
+    with registered_kernel(Faulty("wrong", amount=0.03)):
+        ns = guarded(relative_error=10.0)
+        results = ns.orthogonalize(given)
+        assert ns.guard is not None and torch.equal(results[0], expected[0])
+        finding = ns.guard.findings[0][1]
+        assert finding.cause is Cause.ORTHOGONALITY_ERROR and "is above 0.1" in finding.detail
+        assert guarded(relative_error=10.0, orthogonality_error=10.0).orthogonalize(given)[0].isfinite().all()
+
+
 def test_a_slow_kernel_trips_by_its_rate_and_costs_no_result() -> None:
     given = matrices((8, 16))
     with registered_kernel(Faulty("slow", amount=0.002)):

@@ -97,6 +97,20 @@ def test_verification_names_each_difference() -> None:
     )
 
 
+@pytest.mark.parametrize("change", [-1, 1])
+def test_one_byte_less_or_more_is_a_difference(change: int) -> None:
+    reports = [make_report(0, 4), make_report(1, 4)]
+    first, *others = reports[1].comm
+    moved = first.model_copy(update={"payload_bytes": first.payload_bytes + change})
+    reports[1] = reports[1].model_copy(update={"comm": (moved, *others)})
+    verdict = decide_routes_verified(PLAN, reports)
+    assert verdict is not None and not verdict.verified
+    assert verdict.differences == (f"muon/forward: {8 * FORWARD + change} bytes counted, {8 * FORWARD} planned",)
+    missing = [report.model_copy(update={"comm": report.comm[:1]}) for report in (make_report(0, 4), make_report(1, 4))]
+    verdict = decide_routes_verified(PLAN, missing)
+    assert verdict is not None and verdict.differences == (f"muon/reduce: 0 bytes counted, {8 * REDUCE} planned",)
+
+
 def test_verification_names_what_a_rank_launched_and_nobody_chose() -> None:
     said = "step 3 launched cublas where quack was chosen"
     reports = [make_report(0, 5), make_report(1, 5).model_copy(update={"offenders": (said,)})]

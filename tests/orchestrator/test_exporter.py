@@ -86,6 +86,28 @@ def test_sums(world: World) -> None:
     assert value(found, "dmuon_queue_wait_seconds_count") == 1
     states = [v for (n, labels), v in found.items() if n == "dmuon_breaker_state" and ("kernel", "quack") in labels]
     assert sorted(states) == [0, 0, 0, 0, 0, 1]
+    for name, at in (("dmuon_comm_seconds_total", 2 * 0.04), ("dmuon_comm_exposed_seconds_total", 2 * 0.01)):
+        assert value(found, name, job=job, route="muon", phase="forward") == pytest.approx(at)
+    assert value(found, "dmuon_comm_exposed_seconds_total", job=job, route="muon", phase="reduce") == 0
+    assert [value(found, "dmuon_owner_planned_cost", job=job, rank=rank) for rank in "01"] == [1, 2]
+    assert value(found, "dmuon_ns_launches_total", job=job, kernel="cublas", algorithm="gram") == 10 * 2 * MATRICES
+
+
+def test_each_rank_has_its_own_figures_and_the_worst_is_shown(world: World) -> None:
+    job = world.running()
+    odd = {"kernel_epoch": 3, "ns_orthogonality_error": 0.7, "fallback_calls": 5, "memory_bytes": 7}
+    world.attempt(job).push(
+        make_report(0, 2, skipped=1).model_copy(update={"fallback_calls": 1}),
+        make_report(1, 2, skipped=1).model_copy(update=odd),
+    )
+    world.turn()
+    found = scrape(world)
+    assert [value(found, "dmuon_kernel_epoch", job=job, rank=rank) for rank in "01"] == [0, 3]
+    assert [value(found, "dmuon_worker_memory_bytes", job=job, rank=rank) for rank in "01"] == [1 << 20, 7]
+    assert value(found, "dmuon_ns_orthogonality_error", job=job) == 0.7, "rank 0 says 0.1"
+    assert value(found, "dmuon_ns_fallback_calls_total", job=job) == 1 + 5
+    assert value(found, "dmuon_ns_compared_launches_total", job=job, kernel="blocked") == 20 + 20
+    assert value(found, "dmuon_skipped_steps_total", job=job) == 1, "of the job, not of each rank"
 
 
 def test_latency_is_by_template_and_not_by_address(world: World) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from orchestrator.errors import SettingsInvalid
 from orchestrator.settings import Settings, ensure_secret, is_loopback
+from tests.architecture.source import ROOT
 
 
 def test_others_are_served_with_auth_only(tmp_path: Path) -> None:
@@ -23,6 +24,13 @@ def test_others_are_served_with_auth_only(tmp_path: Path) -> None:
 )
 def test_loopback(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
+
+
+def test_defaults_are_those_of_the_operators_guide(tmp_path: Path) -> None:
+    text, settings = (ROOT / "docs" / "operate.md").read_text(), Settings(state_dir=tmp_path)
+    assert f"at most {settings.metrics_series_budget} series (`DMUON_METRICS_SERIES_BUDGET`)" in text
+    assert f"`DMUON_METRICS_GRACE_S` ({settings.metrics_grace_s:g} s)" in text
+    assert settings.metrics_series_budget == 200
 
 
 def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

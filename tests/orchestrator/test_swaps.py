@@ -147,11 +147,17 @@ def test_an_attempt_that_ends_fails_its_swap_and_a_committed_one_holds_for_the_n
     order = world.attempt(job).policies[-1]
     assert order.target == KernelTarget(kernel=Kernel.BLOCKED, algorithm=Algorithm.DIRECT)
     assert order.swap is not None and order.swap.target.coefficients is CoefficientSet.YOU
+    tell(world, job, "swap_prepared", swap=open_one["number"], step=9, epoch=4)  # it ran, and nobody has proved it
     world.attempt(job).end(Reason.WORKER_LOST, "the process of rank 1 is gone")
     world.turn(2)
     found = look(world, job, open_one["id"])
-    assert found["state"] == "failed" and "rank 1 is gone" in found["message"]
+    assert found["state"] == "failed" and "prepared when the attempt ended" in found["message"]
+    assert "rank 1 is gone" in found["message"]
     assert "swap_failed" in [event["kind"] for event in events(world, job)]
+    world.clock.advance(3600)
+    world.turn(2)
+    policy = world.attempt(job, 2).start.kernels
+    assert (policy.target, policy.swap) == (order.target, None), "what was proved, and nothing else"
 
 
 def test_a_supervisor_that_is_gone_fails_the_swap_too(world: World) -> None:
