@@ -99,7 +99,7 @@ def set_breaker(
             epoch=epoch, kernel=kernel, scope=scope, from_state=old, to_state=state, reason=reason, actor=actor, at=now
         )
     )
-    message = f"the breaker of {kernel} went from {old} to {state}: {reason}"
+    message = f"{actor} set the breaker of {kernel} from {old} to {state}: {reason}"
     for job in affected:
         data: dict[str, Value] = {
             "kernel": str(kernel),
@@ -107,6 +107,7 @@ def set_breaker(
             "to": str(state),
             "epoch": epoch,
             "actor": actor,
+            "reason": reason,
         }
         add_event(session, locked_job(session, job.id), "breaker", message, now=now, data=data)
     return epoch

@@ -199,6 +199,11 @@ def test_a_word_expires_with_its_reason(world: World, action: str, state: str, f
     assert (found["state"], found["expires_at"]) == (state, world.clock.now + 3600)
     world.turn()
     assert getattr(world.attempt(job).policies[-1], field) == {Kernel.BLOCKED}
+    (told,) = [event for event in events(world, job) if event["kind"] == "breaker"]
+    said = {"actor": found["actor"], "reason": "for an hour", "from": "closed", "to": state}
+    assert told["data"] == told["data"] | said and told["at"] == world.clock.now
+    text = f"{found['actor']} set the breaker of blocked from closed to {state}: for an hour"
+    assert told["message"] == text, "who, why and when"
     world.clock.advance(3599)
     world.turn()
     assert world.client.get("/v1/kernels/blocked/breaker").json()["state"] == state
