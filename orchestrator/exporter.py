@@ -42,6 +42,8 @@ from worker.contract.states import JobState, Reason
 __all__ = ["QUEUE_WAIT_BOUNDS_S", "ProcessFigures", "StoreCollector", "registry_of"]
 
 QUEUE_WAIT_BOUNDS_S = (0.5, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14_400.0, 86_400.0)
+_OWN_SERIES = 2
+"""Of a job's budget: those that say how many series it has."""
 Totals = Mapping[int, Mapping[int, RankReport]]
 """Last reports by attempt id and rank."""
 
@@ -95,8 +97,8 @@ class StoreCollector(Collector):
             for job in jobs_shown(session, self._clock() - self._grace_s):
                 series = JobSeries(families)
                 _add_job_series(series, session, job, breakers)
-                kept, dropped = series.flush(self._series_budget)
-                families.add("dmuon_metrics_series", (job.id,), kept)
+                kept, dropped = series.flush(self._series_budget - _OWN_SERIES)
+                families.add("dmuon_metrics_series", (job.id,), kept + _OWN_SERIES)
                 families.add("dmuon_metrics_series_dropped", (job.id,), dropped)
         yield from families.all()
 

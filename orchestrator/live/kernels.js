@@ -5,6 +5,7 @@ import { at, h, pill, put, short, toast } from "./dom.js";
 
 const FALLBACK = "cublas";
 const rows = new Map();
+let view = 0; // counts the jobs that were looked at
 let known = null; // all kernels, once the planner has said which can run
 
 export async function lookAtBreakers(jobId) {
@@ -62,7 +63,7 @@ export function showKernels(job, last, launching, breakers) {
   at("swap").disabled = job.state !== "RUNNING";
 }
 
-export function forgetRows() { rows.clear(); at("kernels").replaceChildren(); put(at("swap-state"), ""); }
+export function forgetRows() { view += 1; rows.clear(); at("kernels").replaceChildren(); put(at("swap-state"), ""); }
 
 function makeRow(name, job) {
   const launched = h("td", { class: "num", "data-label": "Launched" });
@@ -95,6 +96,7 @@ async function change(kernel, action, job) {
 }
 
 export async function swapKernel(job) {
+  const mine = view;
   const said = await ask({
     title: "Swap the kernel of this job?", yes: "Swap", target: true,
     text: "All ranks prepare beside their steps and change at one step, or none does and the reason is shown here.",
@@ -103,17 +105,18 @@ export async function swapKernel(job) {
   const wanted = Object.fromEntries(Object.entries(said.target).filter(([, value]) => value));
   if (!Object.keys(wanted).length) return toast("Nothing was chosen: swap a kernel, an algorithm or coefficients.");
   const swap = await attempt(() => send("POST", `/v1/jobs/${job.id}/kernel-swaps`, { ...wanted, reason: said.reason }));
-  if (swap) watch(job.id, swap);
+  if (swap) watch(job.id, swap, mine);
 }
 
-async function watch(jobId, swap) {
+// Until the swap has ended or another job is looked at: how long ranks may prepare is the spec's own.
+async function watch(jobId, swap, mine) {
   const target = Object.values(swap.target).filter(Boolean).join(", ");
-  for (let left = 240; left > 0; left -= 1) {
+  while (view === mine) {
     const where = swap.step === null ? "" : ` at step ${swap.step}, epoch ${swap.epoch}`;
     put(at("swap-state"), `Swap to ${target}: ${swap.state}${where}. ${swap.message}`);
     if (["committed", "rolled_back", "failed"].includes(swap.state)) return;
     await new Promise((done) => setTimeout(done, 500));
-    swap = (await attempt(() => get(`/v1/jobs/${jobId}/kernel-swaps/${swap.id}`))) ?? swap;
+    swap = await get(`/v1/jobs/${jobId}/kernel-swaps/${swap.id}`).catch(() => swap); // the page says that nobody answers
   }
 }
 

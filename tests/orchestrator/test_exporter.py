@@ -199,6 +199,8 @@ def test_a_job_over_its_budget_of_series_keeps_whole_families(world: World) -> N
     assert not [s for s in tight if s.name == gone], "half a family would give a wrong maximum"
     figures = {s.name: s.value for s in tight if s.name.startswith("dmuon_metrics_series")}
     assert figures["dmuon_metrics_series"] + figures["dmuon_metrics_series_dropped"] == exported
+    assert figures["dmuon_metrics_series"] == len(tight) < exported, "all that has the job's label is counted"
+    assert exported == sum("job" in dict(labels) for _, labels in full)
     assert figures["dmuon_metrics_series_dropped"] == 2
 
 
