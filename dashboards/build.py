@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from grafana_foundation_sdk.builders import bargauge, dashboard, prometheus, stat, timeseries
-from grafana_foundation_sdk.builders.common import ReduceDataOptions
+from grafana_foundation_sdk.builders.common import GraphThresholdsStyleConfig, ReduceDataOptions
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
-from grafana_foundation_sdk.models.common import BigValueTextMode
+from grafana_foundation_sdk.models.common import BigValueTextMode, GraphTresholdsStyleMode
 from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
     DashboardLinkType,
@@ -92,6 +92,9 @@ def _panel(spec: PanelSpec, panel_id: int) -> Any:
         panel = panel.min(spec.minimum)
     if spec.maximum is not None:
         panel = panel.max(spec.maximum)
+    if spec.kind == "timeseries" and spec.has_bound:  # of itself Grafana draws none
+        style = GraphThresholdsStyleConfig().mode(GraphTresholdsStyleMode.DASHED_AND_AREA)
+        panel = panel.thresholds_style(style)
     if spec.kind == "stat":
         # Only what is there now: a state that has passed is a series that ended, and its last value would stay.
         panel = panel.reduce_options(ReduceDataOptions().calcs(["last"]))

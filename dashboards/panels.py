@@ -39,6 +39,11 @@ class PanelSpec:
     """True shows the legend beside the value of a stat: who it is, not only how much."""
     filled_by: str | None = None
 
+    @property
+    def has_bound(self) -> bool:
+        """True where a number, and not its course, says that it is bad."""
+        return self.warn_above is not None or self.warn_below is not None
+
     def __post_init__(self) -> None:
         if not self.queries:
             raise ValueError(f"panel {self.title!r} has no query")

@@ -86,6 +86,7 @@ LOOP = RowSpec(
             "RoutesVerified False: what ran is not what was planned.",
             queries=(Query('sum by (type, status) (dmuon_job_condition{status!="True"})', "{{type}} {{status}}"),),
             minimum=0,
+            warn_above=1,
         ),
     ),
 )
@@ -106,6 +107,7 @@ WATCHING = RowSpec(
             ),
             unit="s",
             minimum=0,
+            warn_above=60,
             width=6,
             filled_by="a job in RUNNING",
         ),
@@ -115,6 +117,7 @@ WATCHING = RowSpec(
             when_red="The control plane was away for long. Totals are whole; single steps are missing from series.",
             queries=(Query(f"sum by (job) (rate(dmuon_reports_dropped_total{RATE}))", "{{job}}"),),
             minimum=0,
+            warn_above=0.001,
             width=6,
         ),
         PanelSpec(

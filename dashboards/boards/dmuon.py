@@ -182,6 +182,7 @@ KERNELS = RowSpec(
             when_red="Any: the job's kernel_failed events have rank, step and cause; the breaker opens by itself.",
             queries=(Query(rate("dmuon_ns_fallback_calls_total"), "calls a second"),),
             minimum=0,
+            warn_above=0.001,
             width=6,
         ),
         PanelSpec(

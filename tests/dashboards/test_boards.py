@@ -93,6 +93,34 @@ def test_structure(board: Board) -> None:
     assert marks == {mark.name for mark in board.annotations}
 
 
+@pytest.mark.parametrize("board", BOARDS, ids=lambda b: b.uid)
+def test_a_bound_is_drawn_and_red_begins_there(board: Board) -> None:
+    document: dict[str, Any] = json.loads((GENERATED / "grafana" / f"{board.uid}.json").read_text())
+    panels = {panel["title"]: panel for panel in document["panels"]}
+    bounded = [spec for spec in board.panels if spec.has_bound]
+    assert bounded, "some number on each board says that it is bad"
+    for spec in board.panels:
+        defaults = panels[spec.title]["fieldConfig"]["defaults"]
+        colors = {step["value"]: step["color"] for step in defaults["thresholds"]["steps"]}
+        expected: dict[float | None, str] = {None: "green"}
+        expected |= {} if spec.warn_below is None else {None: "red", spec.warn_below: "green"}
+        assert colors == expected | ({} if spec.warn_above is None else {spec.warn_above: "red"}), spec.title
+        drawn = defaults.get("custom", {}).get("thresholdsStyle", {}).get("mode", "off")
+        assert (drawn != "off") == (spec.has_bound and spec.kind == "timeseries"), spec.title
+
+
+def test_overlap_is_the_first_thing_one_sees_and_the_worst_owner_has_a_name() -> None:
+    board = next(board for board in BOARDS if board.uid == "dmuon-runtime")
+    assert [panel.title for panel in board.panels[:2]] == ["Overlap by route", "Overlap by route and phase"]
+    document: dict[str, Any] = json.loads((GENERATED / "grafana" / "dmuon-runtime.json").read_text())
+    panels = {panel["title"]: panel for panel in document["panels"] if panel["type"] != "row"}
+    assert [next(iter(panels))] == ["Overlap by route"] and panels["Overlap by route"]["gridPos"]["y"] <= 1
+    for what in ("measured", "planned"):
+        worst = panels[f"Worst owner, {what}"]
+        assert worst["options"]["textMode"] == "value_and_name"
+        assert [(t["legendFormat"], t["expr"][:7]) for t in worst["targets"]] == [("rank {{rank}}", "topk(1,")]
+
+
 def test_every_metric_is_looked_at_somewhere() -> None:
     text = " ".join(expr for _, expr in queries())
     unseen = [entry.name for entry in CATALOGUE if not re.search(rf"\b{entry.name}(_bucket|_sum|_count)?\b", text)]
