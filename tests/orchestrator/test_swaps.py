@@ -131,6 +131,20 @@ def test_a_swap_can_be_tied_to_what_was_seen_and_is_not_done_twice(world: World)
     assert one.json()["number"] == 2, "breakers and swaps are counted in one order"
 
 
+def test_words_on_kernels_are_on_record(world: World) -> None:
+    job = world.running()
+    swap = ask(world, job)
+    ask(world, job, 409)
+    world.client.put("/v1/kernels/quack/breaker", json={"action": "trip", "reason": "slow", "scope": job})
+    entries = [entry for entry in world.client.get("/v1/audit").json()["entries"] if "kernel" in entry["action"]]
+    assert [(entry["action"], entry["outcome"]) for entry in entries] == [
+        ("PUT /v1/kernels/quack/breaker", "200"),
+        (f"POST /v1/jobs/{job}/kernel-swaps", "swap_impossible"),
+        (f"POST /v1/jobs/{job}/kernel-swaps", "202"),
+    ]
+    assert {(entry["actor"], entry["at"]) for entry in entries} == {(swap["actor"], world.clock.now)}
+
+
 def test_only_operators_swap(world: World) -> None:
     job = world.running()
     nobody = world.client.post(f"/v1/jobs/{job}/kernel-swaps", json=WANTED, headers={"Authorization": "Bearer no"})

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from worker.contract.kernels import KernelPolicy
 from worker.contract.messages import Milestone, RankReport
 from worker.contract.spec import JobSpec
 from worker.control import Mailbox
@@ -33,13 +34,14 @@ class Run:
 
 
 def run_alone(
-    spec: JobSpec, folder: Path, *, stop_at: int | None = None, attempt: int = 1, directory: Path | None = None
-) -> Run:
+    spec: JobSpec, folder: Path, *, stop_at: int | None = None, attempt: int = 1, directory: Path | None = None,
+    policy: KernelPolicy | None = None,
+) -> Run:  # fmt: skip
     """Train ``spec`` to its end, or ask it to stop when it reports step ``stop_at`` (0: before the first).
 
-    Errors come through.
+    ``policy`` is the operator's word that the attempt begins with. Errors come through.
     """
-    found, mailbox, weights = Run(), Mailbox(), folder / "weights.pt"
+    found, mailbox, weights = Run(), Mailbox(policy or KernelPolicy()), folder / "weights.pt"
 
     def sink(body: RankReport | Milestone) -> None:
         if isinstance(body, RankReport):

@@ -14,6 +14,7 @@ from tests.worker.specs import tiny_document, tiny_spec
 from worker.__main__ import main
 from worker.checkpoints import CheckpointError, newest_complete
 from worker.checkpoints.storage import read_manifest
+from worker.contract.kernels import Algorithm, CoefficientSet, Kernel, KernelPolicy, KernelTarget
 from worker.contract.load import validate_spec
 from worker.contract.messages import RankReport
 from worker.contract.spec import JobSpec
@@ -63,6 +64,20 @@ def test_a_run_says_what_it_saved(unbroken: tuple[Run, Path]) -> None:
     counted = {(entry.kernel, entry.algorithm, entry.launches, entry.matrices) for entry in run.reports[-1].ns}
     assert counted and counted == {
         (entry.kernel, entry.algorithm, entry.launches, entry.matrices) for entry in manifest.kernels.launched
+    }
+
+
+def test_a_checkpoint_names_the_kernel_that_was_swapped_in_and_its_epoch(tmp_path: Path) -> None:
+    target = KernelTarget(kernel=Kernel.BLOCKED, algorithm=Algorithm.DIRECT, coefficients=CoefficientSet.YOU)
+    saved = tmp_path / "saved"
+    spec = _spec({"directory": str(saved), "every_steps": 1}, steps=1, kernels={"kernel": "cublas"})
+    run_alone(spec, tmp_path, policy=KernelPolicy(epoch=7, target=target))
+    newest = newest_complete(saved)
+    assert newest is not None
+    kernels = read_manifest(newest.path).kernels
+    assert (kernels.configured, kernels.algorithm, kernels.coefficients) == ("blocked", "direct", "you")
+    assert kernels.epoch == 7 and {(each.kernel, each.algorithm) for each in kernels.launched} == {
+        ("blocked", "direct")
     }
 
 
