@@ -24,7 +24,8 @@ S = TypeVar("S")
 
 @contextmanager
 def running(service: OwnService, told: Transcript) -> Iterator[Client]:
-    """Run ``service``; show the end of its log when the story fails, and expect that it leaves no process.
+    """Run ``service``; show its jobs' events and the end of its log when the story fails, and expect that no process is
+    left.
 
     Raises:
         Violated: a process of it was left.
@@ -32,12 +33,27 @@ def running(service: OwnService, told: Transcript) -> Iterator[Client]:
     try:
         with service, service.client() as client:
             told.say(f"the service is up: {service.url}")
-            yield client
+            try:
+                yield client
+            except Violated:
+                _show_events(client)
+                raise
     except BaseException:
         print(f"--- the end of {service.log} ---\n{service.log_tail()}", file=sys.stderr)
         raise
     told.say()
     told.expect(not service.left, "the service and its Ray are down, no process is left", service.left or "")
+
+
+def _show_events(client: Client) -> None:
+    """Print what happened to each job, for whoever reads why the story failed."""
+    try:
+        for job in client.jobs().jobs:
+            print(f"--- events of {job.name}", file=sys.stderr)
+            for event in client.events(job.id).events:
+                print(f"{event.kind}: {event.message}", file=sys.stderr)
+    except ServiceError as error:
+        print(f"--- no events: {error}", file=sys.stderr)
 
 
 def expect_given_back(told: Transcript, url: str, idle: Gpus | None) -> None:

@@ -8,6 +8,9 @@ shown by route and phase with their difference; an agreement within 5 points of 
 Compared is the time for which compute stood still, waiting. The time without any compute kernel, whatever the reason,
 is shown beside it: where the host is fast enough and the GPU serves one rank alone it is the same. Routes and phases
 with less than 1 % of the communication are shown, and not judged: a hundred collectives of 5 us are all latency.
+
+Two ranks on one GPU take turns on it, and a collective that waits for its turn counts from its issue, in the trace from
+its kernel: ``nvidia-cuda-mps-control -d`` before, and ``echo quit | nvidia-cuda-mps-control`` behind, lets both run.
 """
 
 from __future__ import annotations

@@ -5,10 +5,15 @@ wide, and multiplied from its short side; nothing is transposed in memory. A sym
 own transpose, the same numbers: a kernel that reads rows of B^T then finds them contiguous.
 
 Note "Why the products are split so". In the Gram form everything but the last product is a polynomial of R = X X^T.
-With z = b r + c r^2, a step takes q to q z + a q and r to r h^2, where h = z + a. The identity is never added to z:
+With z = b r + c r^2, a step takes q to z q + a q and r to h r h, where h = z + a. The identity is never added to z:
 in half precision ``a q`` must be added in the accumulator of the product, not rounded into z first. A restart applies Q
 to X and forms R anew from the rounded X, which removes what R and Q have drifted apart. Only where no product comes
 first (a segment's first Q, and the direct form, which rounds X anew in every step) is ``a`` added to a diagonal.
+
+Note "From the left". All of these matrices commute, until they are rounded. A step makes h Q X of Q X, so h stands left
+of Q, and h r h is the Gram matrix of that. With h on the right, which is the same on paper, what rounding leaves of
+r h - h r grows by the eigenvalues of Q in every step, wherever a kernel computes both halves of a block (cuBLAS always,
+quack on the diagonal): a matrix with one large singular value lost its direction, and some diverged (docs/log.md).
 
 Note "The last product is the caller's". It reads the last X and Q and writes the result: outside a captured graph it
 can write to fresh memory in the dtype that was asked for, and no copy is needed.
@@ -105,11 +110,11 @@ def gram_iteration(
             q = None
         z = kernel.symmetric(r, r.mT, r, alpha=c, beta=b)
         if step < last and step + 1 not in restarts:
-            rh = kernel.symmetric(r, z.mT, r, beta=a)
+            rh = kernel.symmetric(z, r.mT, r, beta=a)
             r_next = kernel.symmetric(rh, z.mT, rh, beta=a)
         else:
             r_next = r
-        q = kernel.add_identity(z, a) if q is None else kernel.symmetric(q, z.mT, q, beta=a)
+        q = kernel.add_identity(z, a) if q is None else kernel.symmetric(z, q.mT, q, beta=a)
         r = r_next
     assert q is not None, "no steps"
     return longs, q

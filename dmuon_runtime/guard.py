@@ -51,10 +51,12 @@ Run = Callable[[Sequence[Tensor]], list[Tensor]]
 def compare(matrices: Sequence[Tensor], found: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
     """Return [relative error, excess of the orthogonality error] of ``found`` over ``expected``, the worst of all.
 
-    The difference is weighted by the input: ``||(F - E) X^T|| / ||E X^T||`` with X [m, n] the matrix before. Newton-
-    Schulz lifts rounding noise in directions that X does not have to full size, and two correct kernels differ there as
-    they like; the weight counts each direction as the gradient has it. The orthogonality error is the root mean square
-    of ``sigma^2 - 1`` from the Gram matrix of the short side, which needs no eigenvalues and so no wait for a device.
+    The difference is weighted by the matrix before, ``||(F - E) X^T|| / ||E X^T||`` with X [m, n], and by the result,
+    ``||(F - E) E^T|| / ||E E^T||``; the smaller one counts. Newton-Schulz lifts rounding noise in directions that X
+    does not have to full size, and two correct kernels differ there as they like: X gives those no weight. Where X has
+    one large singular value, it gives the others none, and 16 bits tell that one's direction to a tenth: E counts all
+    that came out. The orthogonality error is the root mean square of ``sigma^2 - 1`` from the Gram matrix of the short
+    side, which needs no eigenvalues and so no wait for a device.
     A matrix that was not finite counts as 0; else NaN stays NaN. float32 [2].
     """
     worst = []
@@ -62,12 +64,18 @@ def compare(matrices: Sequence[Tensor], found: Sequence[Tensor], expected: Seque
         dtype = torch.float64 if torch.float64 in (x.dtype, f.dtype, e.dtype) else torch.float32
         x, f, e = (_wide(t, dtype) for t in (x, f, e))
         x = x / x.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
-        scale = (e @ x.mT).norm(dim=(-2, -1)).clamp_min(1e-30)
-        relative = ((f - e) @ x.mT).norm(dim=(-2, -1)) / scale
+        relative = torch.minimum(_weighted(f - e, e, x), _weighted(f - e, e, e))
         excess = _spread(f) - _spread(e)
         given = x.isfinite().flatten(-2).all(dim=-1)  # what was no number before is not the kernel's fault
         worst.append(torch.stack([torch.where(given, error, 0.0).amax() for error in (relative, excess)]))
     return torch.stack(worst).amax(dim=0).float()
+
+
+def _weighted(difference: Tensor, expected: Tensor, weight: Tensor) -> Tensor:
+    """Return ``||difference W^T|| / ||expected W^T||`` of each matrix [..., m, n]."""
+    scale = (expected @ weight.mT).norm(dim=(-2, -1)).clamp_min(1e-30)
+    ratio: Tensor = (difference @ weight.mT).norm(dim=(-2, -1)) / scale
+    return ratio
 
 
 def _wide(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -154,7 +162,8 @@ class KernelGuard:
     def at(self, key: BreakerKey) -> Breaker:
         """Return the breaker of ``key``, made now if there is none."""
         if key not in self.breakers:
-            self.breakers[key] = Breaker(key, self.thresholds, self.initial.get(key.kernel, BreakerState.CLOSED))
+            state = self.initial.get(key.kernel, BreakerState.CLOSED)
+            self.breakers[key] = Breaker(key, self.thresholds.of_dtype(key.dtype), state)
         return self.breakers[key]
 
     def avoids(self, kernel: str, short_dim: int, dtype: torch.dtype) -> bool:
@@ -218,9 +227,9 @@ class KernelGuard:
         try:
             with LEDGER.comparing():
                 key = (breaker.key, tuple(tuple(x.shape) for x in sample))
-                if key not in self._warm:  # what compiles and loads is not slow
+                for _ in range(0 if key in self._warm else 2):  # what compiles, or captures a graph, is not slow
                     kernel(sample), fallback(sample)
-                    self._warm.add(key)
+                self._warm.add(key)
                 found, kernel_span = _timed(kernel, sample)
                 expected, fallback_span = _timed(fallback, sample)
         except Exception as error:
@@ -228,16 +237,12 @@ class KernelGuard:
             return
         numbers = torch.cat([_non_finite(sample, found).float()[None], compare(sample, found, expected)])
         if not isinstance(kernel_span, float) and not isinstance(fallback_span, float):
-            self.flags.append(self._out_of_bounds(numbers))
+            self.flags.append(_out_of_bounds(numbers, breaker.thresholds))
             self._read_later(breaker, numbers, (kernel_span, fallback_span))
         elif isinstance(kernel_span, float) and isinstance(fallback_span, float):
             bad, *values = numbers.tolist()
             slow = kernel_span > self.thresholds.slow_factor * fallback_span
             self._observe(breaker, _observation(bool(bad), values, slow))
-
-    def _out_of_bounds(self, numbers: Tensor) -> Tensor:
-        limits = numbers.new_tensor([0.0, self.thresholds.relative_error, self.thresholds.orthogonality_error])
-        return ~(numbers <= limits).all()
 
     def _observe(self, breaker: Breaker, seen: Observation) -> None:
         finding = breaker.observe(seen)
@@ -258,6 +263,11 @@ class KernelGuard:
         """Return the states of the breakers of some kernels; a thread may ask while a step makes another breaker."""
         wanted = set(kernels)
         return {key: breaker.state for key, breaker in list(self.breakers.items()) if key.kernel in wanted}
+
+
+def _out_of_bounds(numbers: Tensor, thresholds: Thresholds) -> Tensor:
+    limits = numbers.new_tensor([0.0, thresholds.relative_error, thresholds.orthogonality_error])
+    return ~(numbers <= limits).all()
 
 
 def _observation(non_finite: bool, numbers: Sequence[float], slow: bool | None) -> Observation:

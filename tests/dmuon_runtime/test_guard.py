@@ -208,6 +208,25 @@ def test_low_rank_noise_is_not_an_error() -> None:
     assert float(compare([x], [one], [two])[0]) < 0.05
 
 
+def test_one_dominant_direction_does_not_decide_alone() -> None:
+    """Its error in 16 bits is large, and the rest of the result is right."""
+    torch.manual_seed(0)
+    u, v = torch.linalg.qr(torch.randn(32, 32)).Q, torch.linalg.qr(torch.randn(48, 32)).Q
+    x = (u * torch.cat([torch.ones(1), torch.full((31,), 3e-2)])) @ v.mT
+    right = u @ v.mT
+    off = right + 0.1 * torch.outer(u[:, 1], v[:, 0])
+    assert float(compare([x], [off], [right])[0]) < 0.03
+    assert float(compare([x], [1.1 * right], [right])[0]) == pytest.approx(0.1, rel=1e-3), "wrong everywhere is wrong"
+    assert compare([x], [right * torch.nan], [right]).isnan().all()
+
+
+def test_half_precision_is_allowed_more() -> None:
+    guard = KernelGuard(Thresholds(relative_error=0.02))
+    for dtype, limit in ((torch.float32, 0.02), (torch.float64, 0.02), (torch.float16, 0.1), (torch.bfloat16, 0.1)):
+        found = guard.breaker("faulty", 64, dtype).thresholds
+        assert found.relative_error == pytest.approx(limit) and found.orthogonality_error == 0.1
+
+
 def test_real_kernels_agree_within_the_default_thresholds() -> None:
     for shape in ((64, 96), (300, 280)):
         x = matrices(shape)

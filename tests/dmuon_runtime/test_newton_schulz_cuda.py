@@ -77,6 +77,24 @@ def names_launched(call: Callable[[], object]) -> list[str]:
     return [e.name for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA]
 
 
+@pytest.mark.parametrize("name", ["quack", "cute_sm80", "blocked", "cublas"])
+@pytest.mark.parametrize("shape", [(12, 20), (128, 128), (512, 512), (512, 2048)], ids=str)
+def test_one_large_singular_value_keeps_its_direction(name: str, shape: tuple[int, int]) -> None:
+    """The gradients of real layers have one; see "From the left" in _ns_iterations.py."""
+    if name not in kernels():
+        pytest.skip(f"{name} does not run here")
+    torch.manual_seed(0)
+    n, m = shape
+    u, v = (torch.linalg.qr(torch.randn(rows, n, device="cuda", dtype=torch.float64)).Q for rows in (n, m))
+    for rest in (3e-2, 3e-3):
+        values = torch.cat([torch.ones(1), torch.full((n - 1,), rest)]).cuda().double()
+        g = ((u * values) @ v.mT).float()
+        ns = NewtonSchulz("gram", kernel=name)
+        found, expected = ns(g).double(), reference(g, ns)
+        assert (found - expected).norm() / expected.norm() < 0.1
+        assert ((found - expected) @ v[:, 0]).norm() / (expected @ v[:, 0]).norm() < 0.25
+
+
 @pytest.mark.parametrize("name", ["quack", "cute_sm80", "cublas"])
 @pytest.mark.parametrize(("backend", "symmetric", "rectangular"), [("gram", 16, 2), ("direct", 10, 5)])
 def test_the_profiler_saw_what_the_ledger_counted(name: str, backend: str, symmetric: int, rectangular: int) -> None:
@@ -345,7 +363,7 @@ def test_graphs_leave_when_they_keep_too_much() -> None:
 
 def test_graphs_keep_what_the_cost_model_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DMUON_CACHE_DIR", str(tmp_path))
-    shapes = [(1024, 1024)] * 80 + [(4096, 1024)] * 40 + [(512, 2048)] * 3
+    shapes = [(1024, 4096)] * 100 + [(4096, 1024)] * 40 + [(512, 2048)] * 3  # of which none takes the direct form
     ns = NewtonSchulz(kernel="cublas")
     ns.prepare(shapes, torch.float32, torch.device("cuda", 0))
     assert ns._graphs.held_bytes() == pytest.approx(kept_bytes(tuple(shapes)), rel=0.01)
