@@ -19,11 +19,16 @@ MIN_FLOPS_FOR_QUACK = 4e10
 """Below it quack's GEMM, which takes one tile for all sizes, loses to cuBLAS and a cast (measured on an H200)."""
 
 
-def last_product(left: Tensor, right: Tensor, dtype: torch.dtype, kernel: str) -> Tensor:
+def last_product(
+    left: Tensor, right: Tensor, dtype: torch.dtype, kernel: str, plus: tuple[Tensor, float] | None = None
+) -> Tensor:
     """Return ``left @ right`` in ``dtype``: [B, M, K], [B, K, N] to [B, M, N], in fresh memory.
 
-    ``kernel`` is the name of the one that computed the symmetric products.
+    ``kernel`` is the name of the one that computed the symmetric products. ``plus``, a matrix [B, M, N] and its factor,
+    is added before rounding.
     """
+    if plus is not None:
+        return cast(torch.baddbmm(plus[0], left, right, beta=plus[1]), dtype)
     if left.dtype == dtype:
         return torch.bmm(left, right)
     if dtype == torch.float32 and left.device.type == "cuda":  # straight from the accumulator

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
 from dmuon_runtime.kernels._base import SymmetricKernel
 
-__all__ = ["Cublas", "plain_product"]
+__all__ = ["Cublas", "half_product", "plain_product"]
+
+MIN_HALVED: Final = 1024
+"""Smallest side of which half is computed, in bfloat16 on a CPU; below it launches and copies cost what is saved."""
+NUM_STRIPS: Final = 4
+"""Measured on 2 cores with AVX512_BF16, of the time of a whole product without (and with) ``c``: 1.10 (1.17) at a side
+of 512, 0.75 (0.76) at 1024, 0.70 (0.66) at 2048. Two strips: 0.97 (1.00), 0.81 (0.81), 0.80 (0.77)."""
+WIDEST_STRIP: Final = 512
 
 
 def plain_product(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, out: Tensor) -> None:
-    """Write ``alpha * a @ b + beta * c`` to ``out``: [B, N, K], [B, K, M], [B, N, M] or None, [B, N, M]."""
-    if c is not None:
+    """Write ``alpha * a @ b + beta * c`` to ``out``: [B, N, K], [B, K, M], [B, N, M] or None, [B, N, M].
+
+    On a CPU in bfloat16 blocks go one by one: oneDNN reads and writes parts of one matrix where they lie, and copies
+    those of batches.
+    """
+    if a.dtype == torch.bfloat16 and a.device.type == "cpu" and not out.is_contiguous():
+        for place in range(a.shape[0]):
+            added, factor = (out[place], 0.0) if c is None else (c[place], beta)
+            torch.addmm(added, a[place], b[place], beta=factor, alpha=alpha, out=out[place])
+    elif c is not None:
         torch.baddbmm(c, a, b, beta=beta, alpha=alpha, out=out)
     elif alpha == 1.0:
         torch.bmm(a, b, out=out)
@@ -20,8 +37,24 @@ def plain_product(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: fl
         torch.baddbmm(out, a, b, beta=0.0, alpha=alpha, out=out)  # beta 0: what is in out is not read
 
 
+def half_product(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, out: Tensor) -> None:
+    """Write ``alpha * a @ b + beta * c``, known to be symmetric, to ``out``: columns from the diagonal down, mirrored.
+
+    Shapes [B, N, K], [B, K, N], [B, N, N] or None, [B, N, N]. The share of the FLOPs is 1/2 + 1/(2 s) with s strips.
+    """
+    num_rows = a.shape[1]
+    width = min(WIDEST_STRIP, -(-num_rows // NUM_STRIPS))
+    for begin in range(0, num_rows, width):
+        strip, rows = slice(begin, begin + width), slice(begin, num_rows)
+        added = None if c is None else c[:, rows, strip]
+        plain_product(a[:, rows], b[:, :, strip], added, alpha, beta, out[:, rows, strip])
+        below = out[:, begin + width :, strip]
+        if below.shape[1]:
+            out[:, strip, begin + width :].copy_(below.contiguous().mT.contiguous())  # three copies, twice as fast
+
+
 class Cublas(SymmetricKernel):
-    """The full product; its symmetry is not used."""
+    """The full product; its symmetry is used for large bfloat16 matrices on a CPU alone (:func:`half_product`)."""
 
     name = "cublas"
 
@@ -30,4 +63,6 @@ class Cublas(SymmetricKernel):
         return True, "universal fallback"
 
     def _launch(self, a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, out: Tensor) -> None:
-        plain_product(a, b, c, alpha, beta, out)
+        in_strips = a.dtype == torch.bfloat16 and a.device.type == "cpu" and a.shape[1] >= MIN_HALVED
+        product = half_product if in_strips else plain_product
+        product(a, b, c, alpha, beta, out)
