@@ -30,28 +30,29 @@ def _fused() -> ModuleType | None:
     return importlib.import_module("dmuon_runtime._elementwise_triton")
 
 
-def normalized(g: Tensor) -> Tensor:
+def normalized(g: Tensor, out: Tensor | None = None) -> Tensor:
     """Return [b, m, n] with Frobenius norm 1 each, of ``g`` [..., m, n], in float32 (float64 stays).
 
-    Plain torch: the reference of :func:`normalize_into`, and what runs on a CPU.
+    Plain torch: the reference of :func:`normalize_into`, and what runs on a CPU. The result is written to ``out``
+    [b, m, n], in its dtype, where that is given.
     """
     x = g.reshape(-1, *g.shape[-2:])
     x = x if x.dtype == torch.float64 else x.float()
-    norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    if x.device.type == "cpu" and all(SAFE[0] < value < SAFE[1] for value in norm.flatten().tolist()):
+        return torch.div(x, norm, out=out)
     safe = (norm > SAFE[0]) & (norm < SAFE[1])
-    if x.device.type == "cpu" and bool(safe.all()):
-        return x / norm
     largest = x.abs().amax(dim=(-2, -1), keepdim=True)
     x = x / torch.where(safe | (largest == 0), 1.0, largest)
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    return x / torch.where(norm == 0, 1.0, norm)
+    return torch.div(x, torch.where(norm == 0, 1.0, norm), out=out)
 
 
 def normalize_into(g: Tensor, out: Tensor) -> None:
     """Write ``g`` [..., m, n], normalised, to ``out`` [b, m, n] in ``out``'s dtype; ``out`` must be contiguous."""
     fused = _fused() if g.device.type == "cuda" and g.dtype != torch.float64 else None
     if fused is None:
-        out.copy_(normalized(g))
+        normalized(g, out)
     else:
         fused.normalize(g.reshape(-1, *g.shape[-2:]).contiguous(), out)
 

@@ -74,8 +74,8 @@ def is_open(form: Form) -> bool:
 def decide_form(form: Form, choices: Mapping[str, str]) -> str:
     """Return ``gram`` or ``direct``: what was measured where that is a question, else what costs fewer FLOPs.
 
-    In bfloat16 it is ``direct`` alone: the Gram form with one restart takes 0.8 of the time at an aspect ratio of 4, at
-    2 to 14 times the error where singular values matter (``benchmarks/ns_accuracy.py``).
+    In bfloat16 it is ``direct`` alone: the Gram form takes 0.8 of the time at an aspect ratio of 4, but has 8 times the
+    error on Gaussian matrices, and leaves all bounds where singular values decay (``benchmarks/ns_accuracy.py``).
     """
     if form.dtype == BFLOAT16:
         return "direct"
