@@ -144,7 +144,7 @@ def on_cpu_in_bfloat16(known: Known, coefficients: tuple[Triple, ...], restarts:
         longs, q = direct_iteration([x], coefficients, kernel)
     else:
         longs, q = gram_iteration([x], coefficients, restarts, kernel)
-    return last_product(*longs[0].operands(q), torch.float32, kernel.name, longs[0].plus)[0]
+    return last_product(longs[0], q, torch.float32, kernel.name)[0]
 
 
 def on_device(known: Known, coefficients: tuple[Triple, ...], restarts: tuple[int, ...] | None) -> Tensor:

@@ -193,7 +193,7 @@ def finish(
     for same, long in zip(members.values(), longs, strict=True):
         dtypes = {tensors[index].dtype for index in same}
         dtype = dtypes.pop() if len(dtypes) == 1 else long.x.dtype
-        stack = last_product(*long.operands(q), dtype, kernel, long.plus)
+        stack = last_product(long, q, dtype, kernel)
         parts = torch.split(stack, [num_matrices_of(tensors[index].shape) for index in same])
         for index, part in zip(same, parts, strict=True):
             like = tensors[index]
