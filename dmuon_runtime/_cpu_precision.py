@@ -6,9 +6,8 @@ whichever way it was set). torch then rounds the operands of each float32 produc
 product to product they are rounded as often, and move half the bytes.
 
 Note "Why nothing is timed". On 2 cores with AVX512_BF16 a bfloat16 product takes 0.5 of the time of a float32 one on
-request (0.2 to 0.3 of one without), and twice its time without such units; but on a busy machine a few milliseconds of
-measurement said the opposite, and ranks that must agree bit for bit would not have. What is asked here is the same on
-all processes of a machine.
+request, 0.2 to 0.3 of one without. But on a busy machine a few milliseconds of measurement said the opposite, and ranks
+that must agree bit for bit would not have. What is asked here is the same in all processes of a machine.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ def _iterate_in_bfloat16(
     for step, (a, b, c) in enumerate(coefficients):
         for long in longs:
             long.gram(kernel, gram, "direct")
-        kernel.symmetric(gram, gram.mT, gram, alpha=c, beta=b, out=z, algorithm="direct")
+        kernel.symmetric(gram, gram, gram, alpha=c, beta=b, out=z, algorithm="direct")
         for long in longs:
             if step < last:
                 x = kernel.rectangular_plus(*long.operands(z), long.x, a, long.spare)
