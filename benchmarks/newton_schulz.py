@@ -7,7 +7,8 @@ with empty compiler caches and with those that the first one left.
 
 On a GPU: torch.optim.Muon's function, gram-newton-schulz (eager and compiled, where it is importable) and ours, on
 single matrices, batches, mixed groups of one short side, a whole layer, and one rank's share of two models. On a CPU:
-torch.optim.Muon's function and ours.
+torch.optim.Muon's function, ours, and ours where float32 products may be bfloat16's, as torch's are ("ours, medium",
+for ``torch.set_float32_matmul_precision``).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,12 +32,14 @@ from torch.optim import _muon
 
 import dmuon_runtime as dmuon
 from benchmarks.common import interleaved_ms, print_table, write_result
+from dmuon_runtime._cpu_precision import iterates_in_bfloat16
 from dmuon_runtime._ns_iterations import ns_flops
 from dmuon_runtime.matrices import MatrixShape
 from dmuon_runtime.partition import WorkItem, assign_owners, owner_cost
 
 __all__ = ["gpu_cases", "main", "share_of_rank"]
 
+Found = TypeVar("Found")
 Shape = tuple[int, int, int]
 Call = Callable[[Sequence[Tensor]], list[Tensor]]
 CPU_CASES: tuple[tuple[Shape, ...], ...] = (
@@ -57,7 +60,7 @@ QWEN_LAYER: tuple[Shape, ...] = ((2, 2048, 2048), (2, 1024, 2048), (2, 6144, 204
 NUM_RANKS = 8
 FIRST_CALL: tuple[Shape, ...] = ((1, 2048, 2048), (1, 2048, 8192))
 KELLER_JORDAN = (3.4445, -4.7750, 2.0315)
-BF16_PRODUCTS = "ours, bf16 products"
+MEDIUM = "ours, medium"
 ROW = "row: "
 """Before a row that a child process prints."""
 SLOW_MATRICES = 8
@@ -115,14 +118,14 @@ def contestants(stacks: Sequence[Tensor]) -> dict[str, Call]:
     }
     if not torch.cuda.is_available():
         ns = dmuon.NewtonSchulz()
-        found[BF16_PRODUCTS] = lambda given: with_bf16_products(lambda: ns.orthogonalize(given, 5))
+        found[MEDIUM] = lambda given: at_medium_precision(lambda: ns.orthogonalize(given, 5))
     choices = ours["ours"].prepare([stack.shape for stack in stacks], stacks[0].dtype, stacks[0].device)
     print(f"chosen: {', '.join(f'{key} {value}' for key, value in choices.entries.items())}", flush=True)
     return found | {name: lambda given, ns=ns: ns.orthogonalize(given, 5) for name, ns in ours.items()}
 
 
-def with_bf16_products(call: Callable[[], list[Tensor]]) -> list[Tensor]:
-    """Let torch multiply fp32 matrices in bfloat16 during ``call``: what a CPU with such units is fast at."""
+def at_medium_precision(call: Callable[[], Found]) -> Found:
+    """Allow bfloat16 in float32 products during ``call``: what a CPU with such units is fast at."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
@@ -159,7 +162,7 @@ def worst_error(name: str, call: Call, stacks: Sequence[Tensor]) -> float:
 
 def largest_error_allowed(name: str) -> float:
     """What rounding explains: of ours float16 products and bfloat16 output on a GPU, fp32 on a CPU; else bfloat16."""
-    if name == BF16_PRODUCTS or not name.startswith("ours"):
+    if name == MEDIUM or not name.startswith("ours"):
         return 0.05
     return 0.01 if torch.cuda.is_available() else 1e-3
 
@@ -196,7 +199,9 @@ def run_case(name: str, case: Sequence[Shape], rounds: int, tflops: float) -> di
     row: dict[str, Any] = {"case": name, **times, "ratio": times["ours"] / peer}
     row |= {"of ideal": ideal_ms(case, tflops) / times["ours"], "prepare s": prepare_s}
     errors = {name: worst_error(name, call, stacks) for name, call in calls.items()}
-    row["error"] = max(value for name, value in errors.items() if name.startswith("ours") and name != BF16_PRODUCTS)
+    row["error"] = max(value for name, value in errors.items() if name.startswith("ours") and name != MEDIUM)
+    if MEDIUM in calls:
+        row |= {"ratio, medium": times[MEDIUM] / peer, "error, medium": errors[MEDIUM]}
     for rival in ("torch", "gns"):
         row[f"{rival}'s error"] = max((value for name, value in errors.items() if name.startswith(rival)), default=None)
     row["wrong"] = ", ".join(name for name, value in errors.items() if value > largest_error_allowed(name))
@@ -260,6 +265,11 @@ def run_cases(names: Sequence[str], rounds: int, tflops: float) -> tuple[list[di
     return rows, faults
 
 
+def geometric_mean(ratios: Sequence[float]) -> float:
+    """The mean of which the logarithm is the mean of logarithms."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
 def main(arguments: list[str]) -> int:
     """Run, print, write; return the exit status."""
     if "--child" in arguments:
@@ -276,11 +286,15 @@ def main(arguments: list[str]) -> int:
     rows, faults = run_cases(list(cases), rounds, tflops)
     print_table(list(rows[0]), [list(row.values()) for row in rows])
     single = [row for row in rows if len(cases[row["case"]]) == 1]
-    mean = math.exp(sum(math.log(row["ratio"]) for row in single) / len(single))
+    mean = geometric_mean([row["ratio"] for row in single])
     print(f"geometric mean of the ratio over {len(single)} shapes: {mean:.3f}; ceiling {tflops:.3g} TFLOP/s")
     wrong = [f"{row['case']}: {row['wrong']}" for row in rows if row["wrong"]]
     print("\n".join(["wrong results:", *wrong]) if wrong else "every result agrees with fp64")
     facts: dict[str, Any] = {"input_dtype": "bfloat16" if cuda else "float32", "ceiling": tflops, "faults": faults}
+    if not cuda:
+        facts["geometric_mean_medium"] = geometric_mean([row["ratio, medium"] for row in single])
+        facts["bfloat16_units"] = at_medium_precision(iterates_in_bfloat16)
+        print(f"at medium precision: {facts['geometric_mean_medium']:.3f}")
     if "--first-call" in arguments:
         facts["first_call_s"] = first_call_s()
         print("first call, seconds:", facts["first_call_s"])

@@ -4,8 +4,9 @@
 
 Matrices are made from known singular values, so the exact result is known. 16-bit dtypes are emulated: products of
 16-bit operands in fp32, rounded once when stored, the lower triangle of a symmetric product mirrored. *Both halves*
-computes the upper one too, as cuBLAS does and quack on the diagonal. Where there is a CUDA device, real float16 runs as
-well.
+computes the upper one too, as cuBLAS does and quack on the diagonal. Real bfloat16 of this CPU runs too, as it would on
+request (``torch.set_float32_matmul_precision("medium")``, which takes the direct form alone), and, where there is a
+CUDA device, real float16.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from torch import Tensor
 import dmuon_runtime as dmuon
 from benchmarks.common import print_table, write_result
 from dmuon_runtime._elementwise import normalized
+from dmuon_runtime._last_product import last_product
 from dmuon_runtime._ns_iterations import direct_iteration, gram_iteration
 from dmuon_runtime.coefficients import Triple, apply_polynomials
-from dmuon_runtime.kernels import SymmetricKernel
+from dmuon_runtime.kernels import KERNELS, SymmetricKernel
 from dmuon_runtime.newton_schulz import default_restarts
 
 __all__ = ["FORMS", "SETS", "SPECTRA", "Emulated", "errors_of", "main", "make_matrix", "run"]
@@ -140,6 +142,16 @@ def emulated(
     return kernel.rectangular(*longs[0].operands(q))[0]
 
 
+def on_cpu_in_bfloat16(known: Known, coefficients: tuple[Triple, ...], restarts: tuple[int, ...] | None) -> Tensor:
+    """Orthogonalise as a CPU with bfloat16 units does on request, the Gram form included, which then is not chosen."""
+    x, kernel = normalized(known.matrix).bfloat16(), KERNELS["cublas"]
+    if restarts is None:
+        longs, q = direct_iteration([x], coefficients, kernel)
+    else:
+        longs, q = gram_iteration([x], coefficients, restarts, kernel)
+    return last_product(longs[0], q, torch.float32, kernel.name)[0]
+
+
 def on_device(known: Known, coefficients: tuple[Triple, ...], restarts: tuple[int, ...] | None) -> Tensor:
     """Orthogonalise on the CUDA device as a user would."""
     form: Literal["direct", "gram"] = "direct" if restarts is None else "gram"
@@ -175,6 +187,7 @@ def run(n: int, m: int, spectra: Iterable[str] = tuple(SPECTRA)) -> list[dict[st
         known = make_matrix(spectrum, n, m)
         for (chosen, coefficients), (form, restarts) in itertools.product(SETS.items(), FORMS.items()):
             results = {name: emulated(known, coefficients, restarts, kernel) for name, kernel in kernels.items()}
+            results["bfloat16 on this CPU"] = on_cpu_in_bfloat16(known, coefficients, restarts)
             if torch.cuda.is_available():
                 results["float16 on CUDA"] = on_device(known, coefficients, restarts)
             label = f"{form} (default)" if restarts == default_restarts(STEPS) else form

@@ -2,6 +2,7 @@
 
 Note "Right at any scale". Squares of elements below 1e-19 or above 1e19 leave float32, so the largest magnitude is
 divided out before anything is squared. Zeros stay zeros; a matrix with NaN or infinity turns NaN in all its elements.
+A host knows at once whether a norm says that nothing of weight left float32 (:data:`SAFE`), and is spared that pass.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ import importlib
 import importlib.util
 from functools import lru_cache
 from types import ModuleType
+from typing import Final
 
 import torch
 from torch import Tensor
 
 __all__ = ["add_identity", "cast", "normalize_into", "normalized"]
+
+SAFE: Final = (1e-10, 1e18)
+"""Norms between these lost at most 1e-18 of their square for each element, far from what float32 resolves."""
 
 
 @lru_cache(maxsize=1)
@@ -25,24 +30,29 @@ def _fused() -> ModuleType | None:
     return importlib.import_module("dmuon_runtime._elementwise_triton")
 
 
-def normalized(g: Tensor) -> Tensor:
+def normalized(g: Tensor, out: Tensor | None = None) -> Tensor:
     """Return [b, m, n] with Frobenius norm 1 each, of ``g`` [..., m, n], in float32 (float64 stays).
 
-    Plain torch: the reference of :func:`normalize_into`, and what runs on a CPU.
+    Plain torch: the reference of :func:`normalize_into`, and what runs on a CPU. The result is written to ``out``
+    [b, m, n], in its dtype, where that is given.
     """
     x = g.reshape(-1, *g.shape[-2:])
     x = x if x.dtype == torch.float64 else x.float()
-    largest = x.abs().amax(dim=(-2, -1), keepdim=True)
-    x = x / torch.where(largest == 0, 1.0, largest)
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    return x / torch.where(norm == 0, 1.0, norm)
+    if x.device.type == "cpu" and all(SAFE[0] < value < SAFE[1] for value in norm.flatten().tolist()):
+        return torch.div(x, norm, out=out)
+    safe = (norm > SAFE[0]) & (norm < SAFE[1])
+    largest = x.abs().amax(dim=(-2, -1), keepdim=True)
+    x = x / torch.where(safe | (largest == 0), 1.0, largest)
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    return torch.div(x, torch.where(norm == 0, 1.0, norm), out=out)
 
 
 def normalize_into(g: Tensor, out: Tensor) -> None:
     """Write ``g`` [..., m, n], normalised, to ``out`` [b, m, n] in ``out``'s dtype; ``out`` must be contiguous."""
     fused = _fused() if g.device.type == "cuda" and g.dtype != torch.float64 else None
     if fused is None:
-        out.copy_(normalized(g))
+        normalized(g, out)
     else:
         fused.normalize(g.reshape(-1, *g.shape[-2:]).contiguous(), out)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dmuon_runtime._elementwise import cast
+from dmuon_runtime._ns_iterations import Long
 from dmuon_runtime.kernels import syrk_quack
 
 __all__ = ["last_product"]
@@ -19,11 +20,14 @@ MIN_FLOPS_FOR_QUACK = 4e10
 """Below it quack's GEMM, which takes one tile for all sizes, loses to cuBLAS and a cast (measured on an H200)."""
 
 
-def last_product(left: Tensor, right: Tensor, dtype: torch.dtype, kernel: str) -> Tensor:
-    """Return ``left @ right`` in ``dtype``: [B, M, K], [B, K, N] to [B, M, N], in fresh memory.
+def last_product(long: Long, q: Tensor, dtype: torch.dtype, kernel: str) -> Tensor:
+    """Return ``Q X + factor X`` of a stack [b, rows, cols] in ``dtype``, in memory that nobody else holds.
 
-    ``kernel`` is the name of the one that computed the symmetric products.
+    ``q`` is the last Q of the stack's group, [B, N, N]; ``kernel`` the name of what computed the symmetric products.
     """
+    left, right = long.operands(q)
+    if long.factor:
+        return cast(torch.baddbmm(long.x, left, right, beta=long.factor, out=long.spare), dtype)
     if left.dtype == dtype:
         return torch.bmm(left, right)
     if dtype == torch.float32 and left.device.type == "cuda":  # straight from the accumulator

@@ -8,7 +8,8 @@ Note "Why the products are split so". In the Gram form everything but the last p
 With z = b r + c r^2, a step takes q to z q + a q and r to h r h, where h = z + a. The identity is never added to z:
 in half precision ``a q`` must be added in the accumulator of the product, not rounded into z first. A restart applies Q
 to X and forms R anew from the rounded X, which removes what R and Q have drifted apart. Only where no product comes
-first (a segment's first Q, and the direct form, which rounds X anew in every step) is ``a`` added to a diagonal.
+first (a segment's first Q, and the direct form, which rounds X anew in every step) is ``a`` added to a diagonal; never
+in bfloat16, where that would cost a third of the accuracy (0.013 instead of 0.009 on Gaussian matrices).
 
 Note "From the left". All of these matrices commute, until they are rounded. A step makes h Q X of Q X, so h stands left
 of Q, and h r h is the Gram matrix of that. With h on the right, which is the same on paper, what rounding leaves of
@@ -24,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from dmuon_runtime.coefficients import Triple
@@ -62,6 +64,10 @@ class Long:
     x: Tensor
     tall: bool
     rows: slice
+    factor: float = 0.0
+    """What times X is to be added to the last product."""
+    spare: Tensor | None = None
+    """Memory of the last X but one, for the next."""
 
     def gram(self, kernel: SymmetricKernel, out: Tensor, algorithm: str) -> None:
         """Write ``X X^T`` (of the wide reading) to its rows of ``out``, [B, N, N]."""
@@ -123,8 +129,14 @@ def gram_iteration(
 def direct_iteration(
     matrices: Sequence[Tensor], coefficients: Sequence[Triple], kernel: SymmetricKernel
 ) -> tuple[list[Long], Tensor]:
-    """Iterate by the classic form, ``X <- (a I + b A + c A^2) X`` with ``A = X X^T``; returns as the Gram form does."""
+    """Iterate by the classic form, ``X <- (a I + b A + c A^2) X`` with ``A = X X^T``.
+
+    Takes and returns what the Gram form does, but stacks in bfloat16 are written to, and ``factor X`` is to be added to
+    their last product.
+    """
     longs, gram = _stack(matrices)
+    if gram.dtype == torch.bfloat16:
+        return longs, _iterate_in_bfloat16(longs, gram, coefficients, kernel)
     z, last = gram, len(coefficients) - 1
     for step, (a, b, c) in enumerate(coefficients):
         for long in longs:
@@ -138,3 +150,25 @@ def direct_iteration(
         for long in longs if step < last else ():
             long.multiply(z, kernel)
     return longs, z
+
+
+def _iterate_in_bfloat16(
+    longs: Sequence[Long], gram: Tensor, coefficients: Sequence[Triple], kernel: SymmetricKernel
+) -> Tensor:
+    """Do the direct form with each ``a X`` added in the accumulator, the last one left to the last product.
+
+    Only CPUs come here. X goes to and fro between the stack that was given and another one, since what stays in a cache
+    is faster (6 % at a side of 256), and fresh memory costs a page fault every 4 KiB (5 % at 512).
+    """
+    z, last = torch.empty_like(gram), len(coefficients) - 1
+    for step, (a, b, c) in enumerate(coefficients):
+        for long in longs:
+            long.gram(kernel, gram, "direct")
+        kernel.symmetric(gram, gram, gram, alpha=c, beta=b, out=z, algorithm="direct")
+        for long in longs:
+            if step < last:
+                x = kernel.rectangular_plus(*long.operands(z), long.x, a, long.spare)
+                long.x, long.spare = x, long.x
+            else:
+                long.factor = a
+    return z

@@ -2,7 +2,8 @@
 
 The polar factor of a matrix is approached by odd polynomials of its singular values (see
 :mod:`dmuon_runtime.coefficients`). Matrices are normalised in float32, then iterated in float16 on CUDA (bounded values
-make its longer mantissa worth more than bfloat16's range) and in float32 on a CPU; float64 stays float64.
+make its longer mantissa worth more than bfloat16's range) and in float32 on a CPU (bfloat16 on request, where it is
+faster: :mod:`dmuon_runtime._cpu_precision`); float64 stays float64.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class NewtonSchulz:
 
     Args:
         backend: ``gram`` iterates on the Gram matrix of the short side, ``direct`` on the matrix itself. On a CPU
-            ``gram`` takes the direct form where that costs fewer FLOPs (square and nearly square matrices); the
-            ledger shows which ran.
+            ``gram`` takes the direct form where that costs fewer FLOPs (square and nearly square matrices), and in
+            bfloat16; the ledger shows which ran.
         kernel: ``auto``, ``quack``, ``cute_sm80``, ``blocked`` or ``cublas``.
         coefficients: triples (a, b, c); None is Polar Express.
         restart_iterations: steps (0-based) before which the Gram form starts anew; None is :func:`default_restarts`.

@@ -86,9 +86,14 @@ class SymmetricKernel(ABC):
         """Return whether :meth:`rectangular_plus` costs less than an added identity and :meth:`rectangular`."""
         return False
 
-    def rectangular_plus(self, left: Tensor, right: Tensor, c: Tensor, beta: float) -> Tensor:
-        """Return ``left @ right + beta * c``, added before rounding; asked for only where :meth:`adds_at_once`."""
-        return torch.baddbmm(c, left, right, beta=beta)
+    def rectangular_plus(
+        self, left: Tensor, right: Tensor, c: Tensor, beta: float, out: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
+        """Return ``left @ right + beta * c``, added before rounding, in ``out`` where that is given.
+
+        Asked for only where :meth:`adds_at_once`, and in bfloat16.
+        """
+        return torch.baddbmm(c, left, right, beta=beta, out=out)
 
     def add_identity(self, z: Tensor, a: float) -> Tensor:
         """Add ``a I`` to contiguous ``z`` [B, N, N] in place, and return it."""

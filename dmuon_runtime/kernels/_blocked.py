@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dmuon_runtime.kernels._base import SymmetricKernel
-from dmuon_runtime.kernels._cublas import plain_product
+from dmuon_runtime.kernels._cublas import half_product, in_strips, plain_product
 
 __all__ = ["Blocked"]
 
@@ -34,6 +34,9 @@ class Blocked(SymmetricKernel):
 
     def _launch(self, a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, out: Tensor) -> None:
         num_rows = a.shape[1]
+        if in_strips(a):
+            half_product(a, b, c, alpha, beta, out)
+            return
         if num_rows <= self._leaf:
             plain_product(a, b, c, alpha, beta, out)
             return

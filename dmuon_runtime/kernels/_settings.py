@@ -7,13 +7,22 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["cache_directory", "keep_compiled_kernels", "kernel_from_environment"]
+__all__ = ["cache_directory", "keep_compiled_kernels", "kernel_from_environment", "onednn_limit"]
 
 
 @lru_cache(maxsize=1)
 def kernel_from_environment() -> str | None:
     """Return ``DMUON_NS_KERNEL``, read once; None when unset or empty. It counts only where a kernel is ``auto``."""
     return os.environ.get("DMUON_NS_KERNEL", "").strip().lower() or None
+
+
+def onednn_limit() -> str | None:
+    """Return the newest instructions that oneDNN may use, by its own ``ONEDNN_MAX_CPU_ISA``; None where it may use all.
+
+    torch does not know of that limit: it names bfloat16 units that its products then do not use.
+    """
+    value = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")
+    return value.strip().upper() or None
 
 
 def cache_directory() -> Path:

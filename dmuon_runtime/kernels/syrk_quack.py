@@ -91,9 +91,12 @@ class Quack(SymmetricKernel):
         """True where quack's plain GEMM may run and has a fast tile."""
         return _plain_tile(left, right) is not None and rectangular_ready(left, right)
 
-    def rectangular_plus(self, left: Tensor, right: Tensor, c: Tensor, beta: float) -> Tensor:
+    def rectangular_plus(
+        self, left: Tensor, right: Tensor, c: Tensor, beta: float, out: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
         """As in the base class; cuBLAS would first copy ``c``."""
-        tile, out = _plain_tile(left, right), left.new_empty(left.shape[0], left.shape[1], right.shape[2])
+        tile = _plain_tile(left, right)
+        out = left.new_empty(left.shape[0], left.shape[1], right.shape[2]) if out is None else out
         assert tile is not None, "adds_at_once was not asked"
         _plain_product()(
             left, right.mT, out, c, None, tile.tile_m, tile.tile_n, tile.cluster_m, tile.cluster_n,

@@ -19,11 +19,13 @@ TABLE = Path(__file__).parents[2] / "benchmarks" / "results" / "ns_accuracy-cpu.
 def test_every_form_is_exact_in_float32_and_worse_in_less() -> None:
     """All sets, on a spectrum that decays; without a restart it drifts in any dtype."""
     rows = run(24, 40, ["1/k"])
-    assert len(rows) == len(SETS) * len(FORMS) * 4
+    assert len(rows) == len(SETS) * len(FORMS) * 5
     errors = {(r["coefficients"], r["spectrum"], r["form"], r["dtype"]): r["error"] for r in rows}
     for (*rest, dtype), error in errors.items():
         if dtype == "float32" and rest[2] in ("direct", "gram [2]", "gram [3] (default)", "gram [2, 4]"):
             assert error < 1e-3 < errors[(*rest, "bfloat16")], rest
+        if dtype == "bfloat16 on this CPU" and rest[2] == "direct":
+            assert 1e-3 < error < 1.2 * errors[(*rest, "bfloat16")], rest
 
 
 def test_the_default_restart_is_the_best_single_one_of_the_stored_table() -> None:

@@ -1,6 +1,6 @@
 """Case 26. Symptom elsewhere: rounding noise of bfloat16 fills the directions in which a gradient has no signal.
 
-The choice here: normalise in fp32, iterate in fp32 on a CPU and in float16 on CUDA, never in bfloat16.
+The choice here: normalise in fp32, iterate in fp32 on a CPU and in float16 on CUDA; in bfloat16 only on request.
 """
 
 from __future__ import annotations
@@ -39,6 +39,6 @@ def second_value(dtype: torch.dtype) -> float:
 
 
 def test_what_half_precision_would_make_of_it() -> None:
-    """Why bfloat16 is not used: its rounding alone becomes an update; a longer mantissa leaves far less."""
+    """Why bfloat16 is not the default: its rounding alone becomes an update; a longer mantissa leaves far less."""
     assert second_value(torch.bfloat16) > 0.1 > 2 * second_value(torch.float32)
     assert second_value(torch.float16) < second_value(torch.bfloat16)
