@@ -115,7 +115,10 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every weight that has a gradient on some rank; ``last_step`` then tells what happened."""
+        """Update every weight that has a gradient on some rank; ``last_step`` then tells what happened.
+
+        Without a guard, an error of a Newton-Schulz kernel leaves the matrices updated whose round came before it.
+        """
         loss: float | None = None
         if closure is not None:
             with torch.enable_grad():
