@@ -81,12 +81,11 @@ def opened_by_itself(page: Page, kernel: str, job_id: str) -> Iterator[None]:
         answer = route.fetch()
         route.fulfill(response=answer, json=answer.json() | {"runtime": [moved]})
 
-    where = f"**/v1/kernels/{kernel}/breaker"
-    page.route(where, read)
+    page.route(f"**/v1/kernels/{kernel}/breaker", read)
     try:
         yield
     finally:
-        page.unroute(where)
+        page.unroute_all(behavior="wait")  # an answer on its way must not be answered twice
 
 
 def wide(page: Page) -> int:
