@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import dmuon_runtime as dmuon
+from benchmarks import ns_gradients
 from benchmarks.ns_accuracy import FORMS, SETS, SPECTRA, Emulated, emulated, make_matrix, run
 from dmuon_runtime.newton_schulz import default_restarts
 
@@ -53,3 +54,11 @@ def test_half_precision_keeps_the_direction_of_the_largest_singular_value(spectr
     direction = known.right[:, 0]
     assert (result - expected).norm() / expected.norm() < 0.05
     assert ((result - expected) @ direction).norm() / (expected @ direction).norm() < 0.06
+
+
+def test_gradients_of_a_model_show_what_the_default_is_for() -> None:
+    rows = ns_gradients.run(64, 2, torch.device("cpu"))
+    off = {(row["step"], row["form"]): row["direction error"] for row in rows}
+    assert len(off) == 2 * len(ns_gradients.FORMS)
+    for step in (1, 2):
+        assert off[step, "direct"] < off[step, "gram [2, 4]"] < off[step, "gram [2]"] < off[step, "gram [3]"] / 2
