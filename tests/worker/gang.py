@@ -81,7 +81,7 @@ class Run:
 Hear = Callable[[Run, RankReport | Milestone], None]
 
 
-def train_once(spec: JobSpec, address: str, rank: int, hear: Hear, **settings: Any) -> Told:
+def train_once(spec: JobSpec, address: str, rank: int, hear: Hear, device: str = "cpu", **settings: Any) -> Told:
     """Train in this process as one rank; ``hear`` is called with everything that the rank tells."""
     import torch
 
@@ -97,8 +97,8 @@ def train_once(spec: JobSpec, address: str, rank: int, hear: Hear, **settings: A
         run.take(body)
         hear(run, body)
 
-    store, cpu = connect_store(address, 60), torch.device("cpu")
-    train.train(train.Rank(spec, rank, cpu, store, WorkerSettings(**settings), run.mailbox, sink))
+    store = connect_store(address, 60)
+    train.train(train.Rank(spec, rank, torch.device(device), store, WorkerSettings(**settings), run.mailbox, sink))
     return run.told
 
 
