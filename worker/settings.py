@@ -1,4 +1,4 @@
-"""Settings of a worker process: all that is not in the job spec. The only module here that reads the environment."""
+"""Settings of a worker process: all that is not in the job spec. The only module here that touches the environment."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["WorkerSettings", "read_settings"]
+__all__ = ["WorkerSettings", "read_settings", "share_gpu"]
 
 
 def _default_cache() -> Path:
@@ -49,3 +49,12 @@ def read_settings() -> WorkerSettings:
         data_directory=Path(data) if data else _default_data(),
         prepare_kernels=os.environ.get("DMUON_PREPARE_KERNELS") == "1",
     )
+
+
+def share_gpu(rank: int) -> None:
+    """Let this rank be one of an NCCL group with others on the same GPU; call it before the group is formed.
+
+    NCCL refuses two ranks on one device of one host, so each calls itself a host of its own, and all talk over the
+    network interface. An operator's own ``NCCL_HOSTID`` stays.
+    """
+    os.environ.setdefault("NCCL_HOSTID", f"rank-{rank}")
