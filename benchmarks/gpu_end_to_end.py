@@ -314,8 +314,7 @@ def _tell(options: argparse.Namespace, told: Transcript, state_dir: Path) -> Sto
     if idle is not None:
         used = ", ".join(f"GPU {index}: {number >> 20} MiB" for index, number in idle.used_bytes.items())
         told.say(f"before: {used}; {len(idle.processes)} processes")
-    extra = {"DMUON_PREPARE_KERNELS": "1"} if options.prepare else {}
-    service = OwnService(state_dir, num_cpus=2 if options.cpu else None, extra=extra)
+    service = OwnService(state_dir, num_cpus=2 if options.cpu else None)
     with running(service, told) as client:
         story = Story(plan, service, client, told, idle)
         story.run()
@@ -330,7 +329,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--share", action="store_true", help="two workers share a GPU: for what it shows, not for speed"
     )
-    parser.add_argument("--prepare", action="store_true", help="measure and compile kernels before the first step")
     parser.add_argument("--limit-s", type=float, default=270.0)
     return parser.parse_args(arguments)
 

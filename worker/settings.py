@@ -34,11 +34,8 @@ class WorkerSettings:
     """Reports of a rank that wait to be sent; more are dropped, oldest first, and counted."""
     orthogonality_every_steps: int = 25
     """Steps between two samples of the orthogonality of an update."""
-    prepare_kernels: bool = False
-    """Measure and compile Newton-Schulz on a GPU before the first step instead of in it; ``DMUON_PREPARE_KERNELS=1``.
-
-    Off until the whole of it has been run on GPUs of each kind that a service has.
-    """
+    prepare_kernels: bool = True
+    """On a GPU, measure and compile Newton-Schulz before the first step; ``DMUON_PREPARE_KERNELS=0``: in it."""
 
 
 def read_settings() -> WorkerSettings:
@@ -47,7 +44,7 @@ def read_settings() -> WorkerSettings:
     return WorkerSettings(
         cache_directory=Path(cache) if cache else _default_cache(),
         data_directory=Path(data) if data else _default_data(),
-        prepare_kernels=os.environ.get("DMUON_PREPARE_KERNELS") == "1",
+        prepare_kernels=os.environ.get("DMUON_PREPARE_KERNELS") != "0",
     )
 
 
