@@ -58,10 +58,8 @@ def _fused_update(
 ) -> list[Tensor]:
     columns = (tensors.weights, tensors.gradients, tensors.exp_avgs, tensors.exp_avg_sqs, tensors.steps)
     keep = 1.0 - lr * settings.weight_decay
-    return [
-        fused.adamw(*row, gate, lr=lr, betas=settings.betas, eps=settings.eps, keep=keep)
-        for row in zip(*columns, strict=True)
-    ]
+    squares: list[Tensor] = fused.adamw(columns, gate, lr=lr, betas=settings.betas, eps=settings.eps, keep=keep)
+    return squares
 
 
 def _plain_update(tensors: AdamWTensors, settings: AdamWSettings, gate: Tensor | None) -> list[Tensor]:

@@ -232,7 +232,7 @@ class Muon(torch.optim.Optimizer):
             yield from newton_schulz.each_round(updates.like, updates.load, self.ns_steps)
             return
         everything = range(len(updates.like))
-        matrices = [updates.load(index) for index in everything]
+        matrices = updates.load(everything)
         results, good = guarded_orthogonalize(newton_schulz, self.runtime.transport, matrices, self.ns_steps)
         if good is not None:
             updates.gate = good if updates.gate is None else updates.gate * good

@@ -1,4 +1,4 @@
-"""The element-wise passes of an update on one tensor: fused Triton kernels on CUDA, plain torch elsewhere.
+"""The element-wise passes of an update on many tensors: one Triton kernel for all on CUDA, plain torch elsewhere.
 
 The gate, where there is one, is a 0-dim float tensor on the device: 1 applies the update, 0 leaves every bit of weights
 and state as it was, without the host knowing which.
@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import chain
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-__all__ = ["apply_change", "decay", "fused_for", "gated_factor", "momentum_update"]
+__all__ = ["apply_changes", "decay", "fused_for", "gated_factor", "momentum_updates"]
 
 
 @lru_cache(maxsize=1)
@@ -48,17 +49,25 @@ def decay(state: list[Tensor], factor: float | Tensor, gate: Tensor | None) -> N
     torch._foreach_mul_(state, factor if gate is None else gated_factor(factor, gate, state[0].dtype))
 
 
-def momentum_update(buffer: Tensor, gradient: Tensor, momentum: float, nesterov: bool, gate: Tensor | None) -> Tensor:
-    """Update ``m <- mu m + g`` and return what is orthogonalised: ``g + mu m`` (nesterov) or ``m`` itself.
+def momentum_updates(
+    buffers: Sequence[Tensor], gradients: Sequence[Tensor], momentum: float, nesterov: bool, gate: Tensor | None
+) -> list[Tensor]:
+    """Update each ``m <- mu m + g``; return what is orthogonalised: each ``g + mu m`` (nesterov) or ``m`` itself.
 
     Args:
-        buffer: m, any shape and floating dtype; changed in place.
-        gradient: g, of the same shape.
+        buffers: m, any shapes and floating dtypes; changed in place.
+        gradients: g, of the same shapes.
     """
-    fused = fused_for((buffer, gradient))
+    fused = fused_for(chain(buffers, gradients))
     if fused is not None:
-        ahead: Tensor = fused.momentum(buffer, gradient, momentum, nesterov, gate)
-        return ahead
+        aheads: list[Tensor] = fused.momentum(buffers, gradients, momentum, nesterov, gate)
+        return aheads
+    pairs = zip(buffers, gradients, strict=True)
+    return [_momentum_update(buffer, gradient, momentum, nesterov, gate) for buffer, gradient in pairs]
+
+
+def _momentum_update(buffer: Tensor, gradient: Tensor, momentum: float, nesterov: bool, gate: Tensor | None) -> Tensor:
+    """Do all of one tensor before the next: a CPU then finds it in its cache."""
     if gate is None:
         buffer.mul_(momentum).add_(gradient)
     else:
@@ -67,24 +76,37 @@ def momentum_update(buffer: Tensor, gradient: Tensor, momentum: float, nesterov:
     return gradient.add(buffer, alpha=momentum) if nesterov else buffer
 
 
-def apply_change(
-    weight: Tensor, direction: Tensor, factor: float | Tensor, decay_rate: float | Tensor, gate: Tensor | None
-) -> Tensor:
-    """Do ``w <- (1 - decay_rate) w + factor direction`` in place; return sums of squares of the change before decay.
+def apply_changes(
+    weights: Sequence[Tensor],
+    directions: Sequence[Tensor],
+    scales: Sequence[float],
+    lr: float | Tensor,
+    decay_rate: float | Tensor,
+    gate: Tensor | None,
+) -> list[Tensor]:
+    """Do each ``w <- (1 - decay_rate) w - lr scale direction``; return sums of squares of the changes before decay.
 
     Args:
-        weight: w, any shape and floating dtype.
-        direction: of the same shape.
-        factor: minus the learning rate, times a scale.
+        weights: w, any shapes and floating dtypes; changed in place.
+        directions: of the same shapes.
+        scales: one for each weight.
+        lr: learning rate; it and ``decay_rate`` may be 0-dim tensors on the device of the weights.
         decay_rate: learning rate times weight decay.
 
     Returns:
-        Sums over parts of the tensor, any shape; their sum is that of the whole change.
+        For each weight sums over parts of it, any shape; their sum is that of the whole change.
     """
-    fused = fused_for((weight, direction))
-    if fused is not None and not isinstance(factor, Tensor) and not isinstance(decay_rate, Tensor):
-        squares: Tensor = fused.apply_change(weight, direction, factor, 1.0 - decay_rate, gate)
+    fused = fused_for(chain(weights, directions))
+    if fused is not None and not isinstance(lr, Tensor) and not isinstance(decay_rate, Tensor):
+        squares: list[Tensor] = fused.apply_changes(weights, directions, scales, -lr, 1.0 - decay_rate, gate)
         return squares
+    rows = zip(weights, directions, scales, strict=True)
+    return [_apply_change(weight, direction, -lr * scale, decay_rate, gate) for weight, direction, scale in rows]
+
+
+def _apply_change(
+    weight: Tensor, direction: Tensor, factor: float | Tensor, decay_rate: float | Tensor, gate: Tensor | None
+) -> Tensor:
     change = direction * factor
     if gate is not None:
         change = torch.where(gate > 0, change, 0.0)
