@@ -175,13 +175,12 @@ def empty_stack(shape: tuple[int, int, int], group: Group) -> Tensor:
     return torch.empty(shape, dtype=group.dtype, device=group.device)
 
 
-def fill(stack: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Write ``tensors`` [..., m, n], normalised, one after the other to ``stack`` [b, m, n]."""
-    begin = 0
-    for g in tensors:
-        end = begin + num_matrices_of(g.shape)
-        normalize_into(g, stack[begin:end])
-        begin = end
+def fill(stacks: Sequence[Tensor], members: Mapping[tuple[int, int], Sequence[int]], tensors: Sequence[Tensor]) -> None:
+    """Write ``tensors`` [..., m, n], normalised, to the stack [b, m, n] of their size, in the order of ``members``."""
+    places: list[Tensor] = []
+    for same, stack in zip(members.values(), stacks, strict=True):
+        places += torch.split(stack, [num_matrices_of(tensors[index].shape) for index in same])
+    normalize_into([tensors[index] for same in members.values() for index in same], places)
 
 
 def finish(

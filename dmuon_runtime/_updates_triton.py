@@ -3,15 +3,13 @@
 Bytes an element with everything in float32: momentum 16, a change 12, AdamW 28; plain torch moves 40, 36 and 120.
 All arithmetic is in float32, whatever the dtypes. A closed gate masks every load and store.
 
-What a program works on stands in a table (:mod:`dmuon_runtime._tables`), from which addresses come as integers: a
-compiler knows nothing of their alignment but what it is told. P programs of one launch.
+P programs of one launch; what each works on stands in a table (:mod:`dmuon_runtime._tables`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 import triton
@@ -19,36 +17,19 @@ import triton.language as tl
 from torch import Tensor
 
 from dmuon_runtime._tables import Table, tables
+from dmuon_runtime._tables_triton import address, launch, row_of, size_of
 
-__all__ = ["DTYPES", "adamw", "apply_changes", "momentum"]
+__all__ = ["adamw", "apply_changes", "momentum"]
 
 BLOCK = 4096
 NUM_WARPS = 8
-DTYPES: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _row(rows, work, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return where the row of this program's tensor begins."""
-    return rows + tl.load(work + 2 * tl.program_id(0)).to(tl.int64) * WIDTH
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _span(row, work, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return this program's offsets [BLOCK] into its tensor, and which of them are in it."""
-    size = tl.load(row)
-    if ALIGNED:
-        size = tl.multiple_of(size, 16)
-    offset = tl.load(work + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    return offset, offset < size
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _address(row, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    address = tl.load(row + 2 + COLUMN).to(tl.pointer_type(DTYPE))
-    if ALIGNED:
-        address = tl.multiple_of(address, 16)
-    return address
+def _span(row, block, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return a block's offsets [BLOCK] into its tensor, and which of them are in it."""
+    offset = block * BLOCK + tl.arange(0, BLOCK)
+    return offset, offset < size_of(row, ALIGNED)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -59,12 +40,12 @@ def _open(gate, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _momentum(  # type: ignore[no-untyped-def]
-    rows, work, gate, momentum, M: tl.constexpr, G: tl.constexpr, A: tl.constexpr,
-    GATED: tl.constexpr, AHEAD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    rows, work, gate, momentum, M: tl.constexpr, G: tl.constexpr, A: tl.constexpr, ALIGNED: tl.constexpr,
+    GATED: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = _row(rows, work, 5)
-    offset, inside = _span(row, work, ALIGNED, BLOCK)
-    buffer, gradient = _address(row, 0, M, ALIGNED) + offset, _address(row, 1, G, ALIGNED) + offset
+    row, block = row_of(rows, work, 3)
+    offset, inside = _span(row, block, ALIGNED, BLOCK)
+    buffer, gradient = address(row, 0, M, ALIGNED) + offset, address(row, 1, G, ALIGNED) + offset
     m = tl.load(buffer, mask=inside, other=0.0).to(tl.float32)
     factor = momentum
     applied = inside
@@ -76,7 +57,7 @@ def _momentum(  # type: ignore[no-untyped-def]
     kept = (m * factor + g).to(M)
     tl.store(buffer, kept, mask=applied)
     if AHEAD:
-        ahead = _address(row, 2, A, ALIGNED) + offset
+        ahead = address(row, 2, A, ALIGNED) + offset
         tl.store(ahead, (g + momentum * kept.to(tl.float32)).to(A), mask=inside)
 
 
@@ -88,27 +69,26 @@ def momentum(
     if nesterov:
         pairs = zip(buffers, gradients, strict=True)
         aheads = [torch.empty_like(m, dtype=torch.promote_types(g.dtype, m.dtype)) for m, g in pairs]
-    for table in tables((buffers, gradients, aheads), BLOCK):
-        with _on(table):
-            _momentum[(len(table.work),)](
-                table.rows, table.work, _or_any(gate, table), float(momentum), *_dtypes(table),
-                gate is not None, nesterov, table.is_aligned, BLOCK, num_warps=NUM_WARPS,
-            )  # fmt: skip
+    for table in tables((buffers, gradients, aheads), _programs):
+        launch(
+            _momentum, table, _or_any(gate, table), float(momentum),
+            GATED=gate is not None, AHEAD=nesterov, BLOCK=BLOCK, num_warps=NUM_WARPS,
+        )  # fmt: skip
     return aheads
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _apply_change(  # type: ignore[no-untyped-def]
-    rows, work, gate, squares, factor, keep, W: tl.constexpr, D: tl.constexpr,
-    GATED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    rows, work, gate, squares, factor, keep, W: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr,
+    GATED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = _row(rows, work, 4)
-    offset, inside = _span(row, work, ALIGNED, BLOCK)
+    row, block = row_of(rows, work, 2)
+    offset, inside = _span(row, block, ALIGNED, BLOCK)
     if GATED:
         inside = inside & _open(gate, BLOCK)
     scaled = (tl.load(row + 1).to(tl.float64, bitcast=True) * factor).to(tl.float32)
-    weight = _address(row, 0, W, ALIGNED) + offset
-    change = tl.load(_address(row, 1, D, ALIGNED) + offset, mask=inside, other=0.0).to(tl.float32) * scaled
+    weight = address(row, 0, W, ALIGNED) + offset
+    change = tl.load(address(row, 1, D, ALIGNED) + offset, mask=inside, other=0.0).to(tl.float32) * scaled
     w = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
     tl.store(weight, (w * keep + change).to(W), mask=inside)
     tl.store(squares + tl.program_id(0), tl.sum(change * change, axis=0))
@@ -120,13 +100,12 @@ def apply_changes(
 ) -> list[Tensor]:  # fmt: skip
     """Do each ``w <- keep w + factor scale direction``; return sums of squares of the last term, float32 [P] each."""
     found: dict[int, Tensor] = {}
-    for table in tables((weights, directions), BLOCK, scales):
+    for table in tables((weights, directions), _programs, numbers=scales):
         squares = torch.empty(len(table.work), dtype=torch.float32, device=table.device)
-        with _on(table):
-            _apply_change[(len(table.work),)](
-                table.rows, table.work, _or_any(gate, table), squares, float(factor), float(keep), *_dtypes(table),
-                gate is not None, table.is_aligned, BLOCK, num_warps=NUM_WARPS,
-            )  # fmt: skip
+        launch(
+            _apply_change, table, _or_any(gate, table), squares, float(factor), float(keep),
+            GATED=gate is not None, BLOCK=BLOCK, num_warps=NUM_WARPS,
+        )  # fmt: skip
         found.update(zip(table.members, torch.split(squares, table.num_programs), strict=True))
     return _in_order(found, weights)
 
@@ -135,21 +114,21 @@ def apply_changes(
 def _adamw(  # type: ignore[no-untyped-def]
     rows, work, gate, squares, lr, beta1, rest1, log_beta1, beta2, rest2, log_beta2, eps, keep,
     W: tl.constexpr, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, T: tl.constexpr,
-    GATED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = _row(rows, work, 7)
-    offset, inside = _span(row, work, ALIGNED, BLOCK)
+    row, block = row_of(rows, work, 5)
+    offset, inside = _span(row, block, ALIGNED, BLOCK)
     if GATED:
         inside = inside & _open(gate, BLOCK)
     weight, exp_avg, exp_avg_sq = (
-        _address(row, 0, W, ALIGNED) + offset, _address(row, 2, M, ALIGNED) + offset,
-        _address(row, 3, V, ALIGNED) + offset,
+        address(row, 0, W, ALIGNED) + offset, address(row, 2, M, ALIGNED) + offset,
+        address(row, 3, V, ALIGNED) + offset,
     )  # fmt: skip
-    step = tl.load(_address(row, 4, T, ALIGNED)).to(tl.float32)
+    step = tl.load(address(row, 4, T, ALIGNED)).to(tl.float32)
     t = tl.maximum(step, 1.0).to(tl.float64)  # 1 - b^t cancels in single precision
     correction1 = (1.0 - tl.exp(t * log_beta1)).to(tl.float32)
     root2 = tl.sqrt(1.0 - tl.exp(t * log_beta2)).to(tl.float32)
-    g = tl.load(_address(row, 1, G, ALIGNED) + offset, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(address(row, 1, G, ALIGNED) + offset, mask=inside, other=0.0).to(tl.float32)
     m = (tl.load(exp_avg, mask=inside, other=0.0).to(tl.float32) * beta1 + rest1 * g).to(M)
     v = (tl.load(exp_avg_sq, mask=inside, other=0.0).to(tl.float32) * beta2 + rest2 * g * g).to(V)
     tl.store(exp_avg, m, mask=inside)
@@ -173,29 +152,23 @@ def adamw(
     """
     numbers = [x for beta in betas for x in (float(beta), 1.0 - beta, math.log(beta) if beta > 0 else -math.inf)]
     found: dict[int, Tensor] = {}
-    for table in tables(columns, BLOCK):
+    for table in tables(columns, _programs):
         squares = torch.empty(len(table.work), dtype=torch.float32, device=table.device)
-        with _on(table):
-            _adamw[(len(table.work),)](
-                table.rows, table.work, _or_any(gate, table), squares, float(lr), *numbers, float(eps), float(keep),
-                *_dtypes(table), gate is not None, table.is_aligned, BLOCK, num_warps=NUM_WARPS,
-            )  # fmt: skip
+        launch(
+            _adamw, table, _or_any(gate, table), squares, float(lr), *numbers, float(eps), float(keep),
+            GATED=gate is not None, BLOCK=BLOCK, num_warps=NUM_WARPS,
+        )  # fmt: skip
         found.update(zip(table.members, torch.split(squares, table.num_programs), strict=True))
     return _in_order(found, columns[0])
 
 
-def _on(table: Table) -> torch.cuda.device:
-    """Make the table's device current; a CPU (of Triton's interpreter) needs nothing."""
-    return torch.cuda.device(table.device if table.device.type == "cuda" else -1)
+def _programs(size: int) -> int:
+    return -(-size // BLOCK)
 
 
 def _or_any(gate: Tensor | None, table: Table) -> Tensor:
     """Return the gate, or a tensor in its place that nobody reads."""
     return table.rows if gate is None else gate
-
-
-def _dtypes(table: Table) -> list[tl.dtype]:
-    return [DTYPES[dtype] for dtype in table.dtypes]
 
 
 def _in_order(found: dict[int, Tensor], weights: Sequence[Tensor]) -> list[Tensor]:

@@ -371,8 +371,7 @@ class NewtonSchulz:
             key = (group, kernel, recipe, shapes, torch.are_deterministic_algorithms_enabled())
             captured = self._graph(key, group, recipe, shapes) if group.device.type == "cuda" else None
             stacks = captured.inputs if captured else [empty_stack(shape, group) for shape in shapes]
-            for same, stack in zip(members.values(), stacks, strict=True):
-                fill(stack, [tensors[index] for index in same])
+            fill(stacks, members, tensors)
             longs, q = recipe.run(group, stacks, self._choices.entries) if captured is None else captured.replay()
             return finish(longs, q, members, tensors, group.kernel)
 

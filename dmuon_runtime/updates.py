@@ -16,6 +16,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from dmuon_runtime._tables import DTYPES
+
 __all__ = ["apply_changes", "decay", "fused_for", "gated_factor", "momentum_updates"]
 
 
@@ -30,7 +32,7 @@ def _fused() -> ModuleType | None:
 def fused_for(tensors: Iterable[Tensor]) -> ModuleType | None:
     """Return the fused kernels where they can take ``tensors``: on CUDA, contiguous, of at most 32 bits."""
     for tensor in tensors:
-        if tensor.device.type != "cuda" or tensor.dtype == torch.float64 or not tensor.is_contiguous():
+        if tensor.device.type != "cuda" or tensor.dtype not in DTYPES or not tensor.is_contiguous():
             return None
     return _fused()
 

@@ -8,7 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from dmuon_runtime import _updates_triton, adamw, updates
+from dmuon_runtime import _elementwise_triton, _updates_triton, adamw, updates
+from dmuon_runtime._elementwise import normalized
 from dmuon_runtime.adamw import AdamWSettings, AdamWTensors
 
 SIZES = (1, 0, 16, 4095, 4096, 4096, 8192, 8192, 4097, 7, 10_001)
@@ -90,8 +91,31 @@ def _adamw() -> None:
             assert gate is None or gate > 0 or torch.equal(one, start)
 
 
+SHAPES = ((1, 3, 5), (2, 129, 257), (1, 64, 128), (3, 1, 8193), (300, 4, 4), (1, 1, 2_100_000))
+"""One and several programs a matrix, one that takes more than a block each, and many small matrices."""
+
+
+def _normalisation() -> None:
+    generator = torch.Generator().manual_seed(8)
+    for dtype, out_dtype in ((torch.float32, torch.float16), (torch.bfloat16, torch.float32)):
+        given = [torch.randn(shape, generator=generator) for shape in SHAPES]
+        extremes = torch.randn(9, 40, 250, generator=generator)
+        for place, scale in enumerate((1e-30, 1e-32, 1e-20, 1e20, 1e30, 0.0, 1.0)):
+            extremes[place] *= scale
+        extremes[7, 1, 2], extremes[8, 39, 249] = math.nan, -math.inf
+        tensors = [x.to(dtype) for x in (*given, extremes)]
+        outs = [torch.empty(x.shape, dtype=out_dtype) for x in tensors]
+        _elementwise_triton.normalize(tensors, outs)
+        for g, out in zip(tensors, outs, strict=True):
+            expected = normalized(g.double()).to(out_dtype)
+            tolerance = 2 * max(torch.finfo(out_dtype).eps, 1e-6)
+            torch.testing.assert_close(out, expected, rtol=tolerance, atol=1e-7, equal_nan=True)
+        assert (outs[-1][5] == 0).all() and outs[-1][7:].isnan().all() and outs[-1][:7].isfinite().all()
+
+
 if __name__ == "__main__":
     _momentum()
     _changes()
     _adamw()
+    _normalisation()
     print("all alike")

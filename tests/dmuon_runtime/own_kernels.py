@@ -12,7 +12,7 @@ def _elementwise() -> None:
     for shape in ((1, 3, 5), (2, 129, 257), (1, 1, 70_001)):
         g = torch.randn(shape, device="cuda")
         out = torch.empty(shape, device="cuda", dtype=torch.float16)
-        _elementwise_triton.normalize(g, out)
+        _elementwise_triton.normalize([g, g], [out, torch.empty_like(out)])
         _elementwise_triton.cast(out, torch.bfloat16)
         _elementwise_triton.add_identity(torch.randn(shape[0], shape[1], shape[1], device="cuda"), 0.5)
 
