@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +15,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from dmuon_runtime import adamw, updates
+from dmuon_runtime._elementwise import normalize_into
 from dmuon_runtime.adamw import AdamWSettings, AdamWTensors, adamw_update
+from dmuon_runtime.matrix_updates import MatrixUpdates
+from dmuon_runtime.newton_schulz import NewtonSchulz
 from dmuon_runtime.updates import apply_changes, momentum_updates
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -112,6 +119,63 @@ def test_one_launch_does_many_tensors_and_nobody_waits() -> None:
         torch.cuda.set_sync_debug_mode("default")
     names = _launched(both)
     assert sorted(names) == ["_apply_change"] * 2 + ["_momentum"] * 2, names
+
+
+def _update(members: list[Any], newton_schulz: NewtonSchulz) -> None:
+    """What ``Muon`` does with the matrices of a step."""
+    gate = torch.ones((), device="cuda")
+    updates = MatrixUpdates(members, nesterov=True, scale="match_rms_adamw", gate=gate)
+    for indices, results in newton_schulz.each_round(updates.like, updates.load):
+        updates.apply(indices, results)
+
+
+def _members(number: int) -> list[Any]:
+    """Matrices of two sizes with equal short sides: a round, in two stacks."""
+    group = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1}
+    found: list[Any] = []
+    for index in range(number):
+        plan = SimpleNamespace(name=f"{index}", matrix_view=None, split_rows=())
+        weight, gradient, buffer = (torch.randn(128, (384, 512)[index % 2], device="cuda") for _ in range(3))
+        found.append((SimpleNamespace(plan=plan, master=weight, gradient=gradient), buffer, group))
+    return found
+
+
+def test_launches_of_an_update_do_not_grow_with_its_matrices() -> None:
+    """Captured and replayed: a copy of a table is a launch too, but one for all matrices."""
+    found: dict[int, Counter[str]] = {}
+    for number in (4, 40):
+        members, ns = _members(number), NewtonSchulz(kernel="cublas")
+        for _ in range(3):
+            _update(members, ns)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            _update(members, ns)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found[number] = Counter(_launched(lambda members=members, ns=ns: _update(members, ns)))
+        own = {name: times for name, times in found[number].items() if name.startswith("_")}
+        assert own == {"_momentum": 1, "_partials": 1, "_divide": 1, "_apply_change": 1, "_add_identity": 2}, own
+    few, many = (counts.total() for counts in found.values())
+    assert many <= few + 8, (found[4], found[40])  # cuBLAS may cut a product along its inner dim, in a second launch
+
+
+def test_a_round_at_once_is_matrix_by_matrix() -> None:
+    """The passes of one launch for all do the bits of a launch for each."""
+    together = _members(6)
+    apart = copy.deepcopy(together)
+    gate = torch.ones((), device="cuda")
+    ahead = momentum_updates([m for _, m, _ in together], [p.gradient for p, _, _ in together], 0.9, True, gate)
+    stacks = [torch.empty(1, *x.shape, dtype=torch.float16, device="cuda") for x in ahead]
+    normalize_into(ahead, stacks)
+    apply_changes([p.master for p, _, _ in together], ahead, [0.5] * 6, 0.1, 0.01, gate)
+    for (piece, buffer, _), (other, momentum, _), matrix, stack in zip(together, apart, ahead, stacks, strict=True):
+        [one] = momentum_updates([momentum], [other.gradient], 0.9, True, gate)
+        alone = torch.empty_like(stack)
+        normalize_into([one], [alone])
+        apply_changes([other.master], [one], [0.5], 0.1, 0.01, gate)
+        pairs = ((buffer, momentum), (matrix, one), (stack, alone), (piece.master, other.master))
+        assert all(torch.equal(x, y) for x, y in pairs)
 
 
 def _tensors(state: torch.dtype) -> AdamWTensors:
