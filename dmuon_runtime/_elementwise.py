@@ -58,7 +58,7 @@ def normalize_into(tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         for g, out in zip(tensors, outs, strict=True):
             normalized(g, out)
     else:
-        fused.normalize([g.reshape(out.shape).contiguous() for g, out in zip(tensors, outs, strict=True)], outs)
+        fused.normalize([g.contiguous() for g in tensors], outs)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -96,8 +96,8 @@ def _num_partials(size: int) -> int:
 
 
 def normalize(tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-    """Write the matrices of each [b, m, n] over their Frobenius norms to each out [b, m, n]; all contiguous."""
-    for table in tables((tensors, outs), _num_partials, counts=[g.shape[0] for g in tensors]):
+    """Write the matrices of each [..., m, n] over their Frobenius norms to each out [b, m, n]; all contiguous."""
+    for table in tables((tensors, outs), _num_partials, counts=[out.shape[0] for out in outs]):
         largest, squares = torch.empty(2, len(table.work), dtype=torch.float32, device=table.device).unbind()
         for kernel in (_partials, _divide):
             launch(kernel, table, largest, squares, BLOCK=BLOCK, MAX_PARTIALS=MAX_PARTIALS, num_warps=8)

@@ -193,10 +193,12 @@ def finish(
         dtypes = {tensors[index].dtype for index in same}
         dtype = dtypes.pop() if len(dtypes) == 1 else long.x.dtype
         stack = last_product(long, q, dtype, kernel)
-        parts = torch.split(stack, [num_matrices_of(tensors[index].shape) for index in same])
+        counts = [num_matrices_of(tensors[index].shape) for index in same]
+        parts = torch.split(stack, counts) if max(counts) > 1 else stack.unbind()  # as matrices at once, if they are
         for index, part in zip(same, parts, strict=True):
             like = tensors[index]
-            results[index] = part.reshape(like.shape).to(like.dtype)
+            part = part if part.shape == like.shape else part.view(like.shape)
+            results[index] = part if dtype == like.dtype else part.to(like.dtype)
     return [results[index] for index in range(len(tensors))]
 
 

@@ -84,7 +84,7 @@ def tables(
         yield Table(members, found.view(len(members), -1), _work(tuple(each), device, stream), each, dtypes, is_aligned)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def _rows(values: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
     """Return ``values``, int64, on ``device``; by stream, since what is read on another one might not be there yet."""
     return _on_device(torch.tensor(values, dtype=torch.int64), device)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
 from types import ModuleType
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from torch import Tensor
 from dmuon_runtime._tables import DTYPES
 
 __all__ = ["apply_changes", "decay", "fused_for", "gated_factor", "momentum_updates"]
+
+CACHED_ELEMENTS: Final = 2**17
+"""1.5 MiB of the three tensors of an operation in float32: about what a core has of second-level cache."""
 
 
 @lru_cache(maxsize=1)
@@ -64,18 +68,21 @@ def momentum_updates(
     if fused is not None:
         aheads: list[Tensor] = fused.momentum(buffers, gradients, momentum, nesterov, gate)
         return aheads
-    pairs = zip(buffers, gradients, strict=True)
-    return [_momentum_update(buffer, gradient, momentum, nesterov, gate) for buffer, gradient in pairs]
+    looked_ahead: list[Tensor] = []
+    for run in _runs(buffers, gradients):
+        looked_ahead += _plain_momentum(buffers[run], gradients[run], momentum, nesterov, gate)
+    return looked_ahead
 
 
-def _momentum_update(buffer: Tensor, gradient: Tensor, momentum: float, nesterov: bool, gate: Tensor | None) -> Tensor:
-    """Do all of one tensor before the next: a CPU then finds it in its cache."""
-    if gate is None:
-        buffer.mul_(momentum).add_(gradient)
-    else:
-        gradient = torch.where(gate > 0, gradient, 0.0)
-        buffer.mul_(gated_factor(momentum, gate, buffer.dtype)).add_(gradient)
-    return gradient.add(buffer, alpha=momentum) if nesterov else buffer
+def _plain_momentum(
+    buffers: Sequence[Tensor], gradients: Sequence[Tensor], momentum: float, nesterov: bool, gate: Tensor | None
+) -> list[Tensor]:
+    kept, added = list(buffers), list(gradients)
+    if gate is not None:
+        added = [torch.where(gate > 0, gradient, 0.0) for gradient in added]
+    decay(kept, momentum, gate)
+    torch._foreach_add_(kept, added)
+    return list(torch._foreach_add(added, kept, alpha=momentum)) if nesterov else kept
 
 
 def apply_changes(
@@ -102,18 +109,41 @@ def apply_changes(
     if fused is not None and not isinstance(lr, Tensor) and not isinstance(decay_rate, Tensor):
         squares: list[Tensor] = fused.apply_changes(weights, directions, scales, -lr, 1.0 - decay_rate, gate)
         return squares
-    rows = zip(weights, directions, scales, strict=True)
-    return [_apply_change(weight, direction, -lr * scale, decay_rate, gate) for weight, direction, scale in rows]
+    found: list[Tensor] = []
+    for run in _runs(weights, directions):
+        found += _plain_change(weights[run], directions[run], scales[run], lr, decay_rate, gate)
+    return found
 
 
-def _apply_change(
-    weight: Tensor, direction: Tensor, factor: float | Tensor, decay_rate: float | Tensor, gate: Tensor | None
-) -> Tensor:
-    change = direction * factor
+def _plain_change(
+    weights: Sequence[Tensor],
+    directions: Sequence[Tensor],
+    scales: Sequence[float],
+    lr: float | Tensor,
+    decay_rate: float | Tensor,
+    gate: Tensor | None,
+) -> list[Tensor]:
+    if isinstance(lr, Tensor):
+        changes = list(torch._foreach_mul(list(directions), list(scales)))
+        torch._foreach_mul_(changes, -lr)
+    else:
+        changes = list(torch._foreach_mul(list(directions), [-lr * scale for scale in scales]))
     if gate is not None:
-        change = torch.where(gate > 0, change, 0.0)
+        changes = [torch.where(gate > 0, change, 0.0) for change in changes]
     if isinstance(decay_rate, Tensor) or decay_rate != 0.0:
-        decay([weight], 1.0 - decay_rate, gate)
-    weight.add_(change.to(weight.dtype))
-    norm: Tensor = torch.linalg.vector_norm(change)
-    return norm.double().square()
+        decay(list(weights), 1.0 - decay_rate, gate)
+    torch._foreach_add_(list(weights), [c.to(w.dtype) for w, c in zip(weights, changes, strict=True)])
+    return list(torch.stack(torch._foreach_norm(changes)).double().square().unbind())
+
+
+def _runs(first: Sequence[Tensor], second: Sequence[Tensor]) -> Iterator[slice]:
+    """Cut two lists into runs of equal dtypes that a CPU's cache holds: small tensors together, large ones alone."""
+    begin, elements, kind = 0, 0, None
+    for index, (one, other) in enumerate(zip(first, second, strict=True)):
+        size, of = one.numel(), (one.dtype, other.dtype, one.device)
+        if index > begin and (of != kind or elements + size > CACHED_ELEMENTS):
+            yield slice(begin, index)
+            begin, elements = index, 0
+        elements, kind = elements + size, of
+    if first:
+        yield slice(begin, len(first))

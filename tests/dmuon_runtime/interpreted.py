@@ -45,7 +45,7 @@ def _momentum() -> None:
         plain = [x.clone() for x in buffers]
         aheads = _updates_triton.momentum(buffers, gradients, 0.95, nesterov, gate)
         for start, mine, ahead, other, gradient in zip(before, buffers, aheads, plain, gradients, strict=True):
-            expected = updates._momentum_update(other, gradient, 0.95, nesterov, gate)
+            [expected] = updates.momentum_updates([other], [gradient], 0.95, nesterov, gate)
             assert ahead.dtype == expected.dtype and (nesterov or ahead is mine)
             _close(mine, other, m)
             _close(ahead, expected, m, g)
@@ -64,7 +64,7 @@ def _changes() -> None:
         for start, mine, other, direction, scale, squares in zip(
             before, weights, plain, directions, scales, found, strict=True
         ):
-            expected = updates._apply_change(other, direction.float(), -0.02 * scale, 0.01, gate)
+            [expected] = updates.apply_changes([other], [direction.float()], [scale], 0.02, 0.01, gate)
             _close(mine, other, w)
             torch.testing.assert_close(squares.double().sum(), expected, rtol=1e-5, atol=0)
             assert gate is None or gate > 0 or (torch.equal(mine, start) and squares.sum() == 0)
