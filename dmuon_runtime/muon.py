@@ -167,9 +167,9 @@ class Muon(torch.optim.Optimizer):
         present = {num_own + i: guest for i, guest in enumerate(self.guests) if guest.has_gradient}
         gradients = [*(piece.gradient for piece in pieces), *(guest.gradient for guest in present.values())]
         if gradients and not self._host_sees_finite(pieces, present.values()):
-            largest = [norm.float() for norm in torch._foreach_norm(gradients, float("inf"))]
+            largest = torch.stack(torch._foreach_norm(gradients, float("inf")))
             places = self._places((*(piece.index for piece in pieces), *present))
-            flags[places] = (~torch.isfinite(torch.stack(largest))).to(flags.dtype)
+            flags[places] = (~torch.isfinite(largest)).to(flags.dtype)
         return flags
 
     @cached_property
