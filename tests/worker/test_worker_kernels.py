@@ -24,6 +24,7 @@ from worker.kernels import (
     make_newton_schulz,
     ns_calls,
 )
+from worker.settings import read_settings
 
 CPU = torch.device("cpu")
 
@@ -161,3 +162,10 @@ def test_what_was_launched_is_read_from_the_ledger() -> None:
     ns.orthogonalize([torch.eye(4, 8)])
     assert launched_kernel(before, ledger.snapshot()) == "blocked"
     assert ns.last_error is not None and 0 <= ns.last_error < 0.5 and not ns.sample_next
+
+
+def test_kernels_are_prepared_before_the_first_step_unless_the_machine_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DMUON_PREPARE_KERNELS", raising=False)
+    assert read_settings().prepare_kernels
+    monkeypatch.setenv("DMUON_PREPARE_KERNELS", "0")
+    assert not read_settings().prepare_kernels
