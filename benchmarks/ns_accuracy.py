@@ -94,6 +94,10 @@ def _two_and_tail(n: int) -> Tensor:
     return torch.cat([torch.ones(2), 1e-2 / torch.arange(1, n - 1)]).double()
 
 
+def _first_gradient(n: int) -> Tensor:
+    return torch.cat([torch.ones(1), 6e-2 / torch.arange(1, n)]).double()
+
+
 SPECTRA: Mapping[str, Callable[[int], Tensor]] = {
     "gaussian": lambda n: torch.linspace(1 + 0.5**0.5, 1 - 0.5**0.5, n, dtype=torch.float64),
     "1/k": lambda n: 1.0 / torch.arange(1, n + 1, dtype=torch.float64),
@@ -101,8 +105,10 @@ SPECTRA: Mapping[str, Callable[[int], Tensor]] = {
     "rank 8 + noise": _few_and_noise,
     "rank 2 + tail": _two_and_tail,
     "one large": _one_large,
+    "first gradient": _first_gradient,
 }
-"""Singular values up to a factor. ``gaussian``: spread over the range of a Gaussian matrix of twice as many columns."""
+"""Singular values up to a factor. ``gaussian``: spread over the range of a Gaussian matrix of twice as many columns.
+``first gradient``: like those of a Llama in its first steps."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,14 +166,19 @@ def on_device(known: Known, coefficients: tuple[Triple, ...], restarts: tuple[in
 
 
 def errors_of(known: Known, coefficients: tuple[Triple, ...], result: Tensor) -> dict[str, float]:
-    """Relative Frobenius errors over the matrix and over the subspace, and the largest singular value."""
+    """Relative Frobenius errors over the matrix and over the subspace, the worst of a direction, the largest value.
+
+    A direction is a right singular vector of the subspace; its error is relative to its own length.
+    """
     exact, result = known.exact(coefficients), result.double()
     kept = known.values > SUBSPACE
     left, right = known.left[:, kept], known.right[:, kept]
     inner = left.mT @ (result - exact) @ right
+    off = torch.linalg.vector_norm((result - exact) @ right, dim=0) / torch.linalg.vector_norm(exact @ right, dim=0)
     return {
         "error": float((result - exact).norm() / exact.norm()),
         "subspace error": float(inner.norm() / (left.mT @ exact @ right).norm()),
+        "direction error": float(off.max()),
         "largest": _largest(result.float()),
     }
 

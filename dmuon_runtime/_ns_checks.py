@@ -57,6 +57,6 @@ def checked_restarts(restarts: Sequence[int]) -> tuple[int, ...]:
     if found is None or not whole or len(set(found)) != len(found):
         raise ValueError(
             "restart_iterations must be a list of different whole steps of at least 1 (0-based; step 0 always starts "
-            f"anew), found {restarts!r}; the default for 5 steps is [3]"
+            f"anew), found {restarts!r}; the default for 5 steps is [2]"
         )
     return tuple(sorted(found))

@@ -33,6 +33,7 @@ MIN_OPEN_DIM: Final = 128
 CLOSE: Final = 0.75
 """Ratio of FLOPs down to which the form that costs more of them may still be faster."""
 BFLOAT16: Final = "bfloat16"
+FLOAT16: Final = "float16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +76,10 @@ def decide_form(form: Form, choices: Mapping[str, str]) -> str:
     """Return ``gram`` or ``direct``: what was measured where that is a question, else what costs fewer FLOPs.
 
     In bfloat16 it is ``direct`` alone: the Gram form takes 0.8 of the time at an aspect ratio of 4, but has 8 times the
-    error on Gaussian matrices, and leaves all bounds where singular values decay (``benchmarks/ns_accuracy.py``).
+    error on Gaussian matrices, and leaves all bounds where singular values decay (``benchmarks/ns_accuracy.py``). Of
+    small matrices in float16 the Gram form loses dominant directions (0.2 at a side of 4), and gains no time.
     """
-    if form.dtype == BFLOAT16:
+    if form.dtype == BFLOAT16 or (form.dtype == FLOAT16 and form.short_dim < MIN_OPEN_DIM):
         return "direct"
     chosen = choices.get(form.key) if is_open(form) else None
     if chosen in ("gram", "direct"):

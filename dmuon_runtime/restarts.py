@@ -15,18 +15,21 @@ from dmuon_runtime.coefficients import Triple, apply_polynomials, validate_coeff
 __all__ = ["RestartChoice", "default_restarts", "restart_error", "search_restarts"]
 
 DECADES = 3.0
-"""Spread of the model's singular values: the range that the default coefficients are made for."""
+"""Spread of the first modelled spectrum: the range that the default coefficients are made for."""
+SECOND = 0.06
+"""Second singular value of the other modelled spectrum in units of the first, as in a Llama's first gradients."""
+SIGNAL = 1e-2
+"""Singular values from it on, in units of the largest, count."""
 MAX_CANDIDATES = 20_000
 
 
 def default_restarts(steps: int) -> tuple[int, ...]:
-    """Return the steps before which the Gram form starts anew: 3, then every second one.
+    """Return the steps before which the Gram form starts anew: 2, then every second one, but not before the last.
 
-    The published default is 2. At 3 the FLOPs are the same, and emulated float16 brings the error back to that of the
-    direct form, up to 7 times smaller than at 2 (docs/adr/0005): before the first restart the Gram matrix has norm 1 at
-    most and tolerates three steps, after it its singular values are near 1 and tolerate two.
+    Two steps are what the rounding of Q bears where one singular value is far above the others, as in gradients; the
+    choice and what it was made from is docs/adr/0005.
     """
-    return tuple(range(3, steps, 2))
+    return tuple(range(2, steps - 1, 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class RestartChoice:
 
     Attributes:
         restarts: Steps (0-based) before which to start anew.
-        error: Modelled relative Frobenius error with them.
+        error: Modelled relative error of the worst direction with them.
         candidates: All that were tried with their errors, best first.
     """
 
@@ -52,15 +55,17 @@ def search_restarts(
 ) -> RestartChoice:
     """Return the ``num_restarts`` restarts with the smallest modelled error.
 
-    The model. A segment begins with ``R = X X^T`` of singular values x; rounding moves each eigenvalue ``x^2`` by at
-    most delta. Let u be the unit roundoff of ``dtype``. At the start X has Frobenius norm 1, so an element of R is near
-    ``1 / sqrt(n)`` of what it becomes after a restart, when all x are near 1: ``delta = 2 u / sqrt(n)`` in the first
-    segment and ``2 u`` in each later one (fitted to float16 and bfloat16 emulated on a CPU, n from 384 to 1536; the
-    search published with gram-newton-schulz takes 4e-4 for both, and so prefers a restart that is one step too early).
-    The error is that of ``Q X`` against the exact polynomial, over n singular values spread evenly in log scale over
-    three decades, for the worse sign of delta. It bounds the measured error from above, by up to an order of magnitude,
-    and ranks one restart against another as ``benchmarks/ns_accuracy.py`` does. It says nothing about matrices of
-    effective rank near 1, for which an earlier restart can be better.
+    The model. Let u be the unit roundoff of ``dtype``. A segment begins with ``R = X X^T`` of singular values x, and
+    rounding moves each eigenvalue ``x^2`` by at most delta. At the start X has Frobenius norm 1, so an element of R is
+    near ``1 / sqrt(n)`` of what it becomes after a restart, when all x are near 1: ``delta = 2 u / sqrt(n)`` in the
+    first segment and ``2 u`` in each later one. A segment ends with Q, whose elements are as large as its largest
+    eigenvalue and are rounded to u of that: every eigenvalue moves by ``u max(Q)``, which is much where one singular
+    value is far above the others and needs a small Q. (Fitted to float16 emulated on a CPU, n from 384 to 1536. The
+    search published with gram-newton-schulz takes delta to be 4e-4 in all segments and Q to be exact.)
+
+    The error is the largest relative one among singular values within two decades of the largest, for the worse sign of
+    the roundings, and the worse of two spectra: n values spread evenly in log scale over three decades, and one value
+    over ``0.06 / k``, as first gradients of a Llama have. ``benchmarks/ns_accuracy.py`` measures the same.
 
     Args:
         coefficients: triples (a, b, c), one a step.
@@ -95,26 +100,35 @@ def search_restarts(
 def restart_error(
     coefficients: Sequence[Triple], restarts: Sequence[int], dtype: torch.dtype = torch.float16, short_dim: int = 1024
 ) -> float:
-    """Return the modelled relative Frobenius error of the Gram form; the model is in :func:`search_restarts`."""
+    """Return the modelled relative error of the worst direction; the model is in :func:`search_restarts`."""
     roundoff = torch.finfo(dtype).eps / 2
-    x = torch.logspace(-DECADES, 0, short_dim, dtype=torch.float64)
-    x = x / torch.linalg.vector_norm(x)
-    exact = apply_polynomials(x, coefficients)
-    scale = torch.linalg.vector_norm(exact)
-    errors = [
-        float(torch.linalg.vector_norm(_rounded(x, coefficients, restarts, sign * roundoff) - exact) / scale)
-        for sign in (-1.0, 1.0)
-    ]
-    return max(error if math.isfinite(error) else math.inf for error in errors)
+    errors = []
+    for spectrum in _spectra(short_dim):
+        x = spectrum / torch.linalg.vector_norm(spectrum)
+        exact, counts = apply_polynomials(x, coefficients), x >= SIGNAL * x[0]
+        for signed in (-roundoff, roundoff):
+            error = ((_rounded(x, coefficients, restarts, signed) - exact).abs() / exact)[counts].max()
+            errors.append(float(error.nan_to_num(nan=math.inf)))
+    return max(errors)
+
+
+def _spectra(n: int) -> tuple[Tensor, Tensor]:
+    """Singular values [n], largest first."""
+    rest = SECOND / torch.arange(1, n, dtype=torch.float64)
+    return torch.logspace(0, -DECADES, n, dtype=torch.float64), torch.cat([torch.ones(1, dtype=torch.float64), rest])
 
 
 def _rounded(x: Tensor, coefficients: Sequence[Triple], restarts: Sequence[int], roundoff: float) -> Tensor:
-    """Singular values after the Gram form, each segment's Gram matrix moved by its delta."""
+    """Singular values after the Gram form, each segment's R and Q moved by what rounding may do to them."""
     q, r = torch.ones_like(x), x * x + 2 * roundoff / math.sqrt(x.numel())
     for step, (a, b, c) in enumerate(coefficients):
         if step in restarts:
-            x, q = q * x, torch.ones_like(x)
+            x, q = _apply(q, x, roundoff), torch.ones_like(x)
             r = x * x + 2 * roundoff
         h = a + r * (b + r * c)
         q, r = q * h, r * h * h
-    return q * x
+    return _apply(q, x, roundoff)
+
+
+def _apply(q: Tensor, x: Tensor, roundoff: float) -> Tensor:
+    return (q + roundoff * q.abs().max()) * x

@@ -9,7 +9,7 @@ from fastapi.responses import Response
 
 from orchestrator import resources as r
 from orchestrator.api.auth import ADMIN, Principal, require
-from orchestrator.api.service import MAX_INTEGER, Body, MatchHeader, ServiceOf, check_match, keyed, note, reply
+from orchestrator.api.service import MAX_INTEGER, Body, MatchHeader, ServiceOf, check_match, keyed, note, noted, reply
 from orchestrator.errors import NotFound
 from orchestrator.reconcile.admission import usage_by_project
 from orchestrator.store.audit import audit_before
@@ -63,7 +63,7 @@ def change_quota(
 ) -> Response:
     """Set what a project may use at once. Jobs that run already go on."""
     call, now = keyed(request, principal, None, body), service.clock()
-    with service.database.write() as session:
+    with noted(service, call, project), service.database.write() as session:
         before = session.get(QuotaRow, project)
         check_match(f"the quota of {project}", 0 if before is None else before.version, if_match)
         row = set_quota(session, project, actor=principal.name, now=now, **wanted.model_dump())

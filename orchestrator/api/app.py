@@ -153,7 +153,10 @@ async def _on_service_error(request: Request, error: Exception) -> Response:
 
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return _answer(request, InvalidInput("the request is wrong: see errors", field_errors_of(error.errors())))
+    refusal = InvalidInput("the request is wrong: see errors", field_errors_of(error.errors()))
+    if request.method not in ("GET", "HEAD"):
+        await run_in_threadpool(note_refusal, request.app.state.service, request, refusal)
+    return _answer(request, refusal)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

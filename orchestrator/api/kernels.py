@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 
 from orchestrator import resources as r
 from orchestrator.api.auth import Principal, require
-from orchestrator.api.service import Body, MatchHeader, Service, ServiceOf, check_match, keyed, note, reply
+from orchestrator.api.service import Body, MatchHeader, Service, ServiceOf, check_match, keyed, note, noted, reply
 from orchestrator.errors import BreakerAbsent, NotFound, PlannerFailed
 from orchestrator.store.attempts import last_attempt
 from orchestrator.store.jobs import LIVE, jobs_in
@@ -147,8 +147,9 @@ def change(
     if_match: MatchHeader = None,
 ) -> Response:
     """Trip, reset, pin or observe a breaker, for the jobs that live and those to come, or for one job."""
-    which, now = _switchable(kernel), service.clock()
-    with service.database.write() as session:
+    call, now = keyed(request, principal, None, body), service.clock()
+    with noted(service, call, kernel if kernel in set(Kernel) else ""), service.database.write() as session:
+        which = _switchable(kernel)
         check_match(f"the breaker of {which}", version_of(session, which), if_match)
         set_breaker(
             session,
@@ -161,7 +162,7 @@ def change(
             expires_at=None if wanted.expires_in_s is None else now + wanted.expires_in_s,
         )
         session.flush()
-        note(service, session, keyed(request, principal, None, body), str(which), "200")
+        note(service, session, call, str(which), "200")
         breaker = _breaker(session, which)
     service.changed()
     return reply(breaker, headers=_tag(breaker))

@@ -1,4 +1,7 @@
-"""Who was turned away: written into the audit, so many a second at most, with a count of what was not."""
+"""Who was turned away, or sent what no route could read: written into the audit.
+
+So many a second at most, with a count of what was not.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ _log = logging.getLogger(__name__)
 
 
 def note_refusal(service: Service, request: Request, error: ServiceError) -> None:
-    """Write who asked for what without being allowed to. A store that is away changes nothing about the refusal."""
+    """Write who asked for what without being allowed to, or in words that are none.
+
+    A store that is away changes nothing about the refusal.
+    """
     passed_over = service.refusals.take()
     if passed_over is None:
         return

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -28,7 +29,7 @@ from orchestrator.timings import Histogram
 
 __all__ = [
     "JSON", "MAX_INTEGER", "Body", "IdempotencyHeader", "MatchHeader", "Service", "ServiceOf", "answer_once",
-    "check_match", "keyed", "note", "replay", "reply",
+    "check_match", "keyed", "note", "noted", "replay", "reply",
 ]  # fmt: skip
 
 JSON = "application/json"
@@ -117,21 +118,27 @@ def answer_once(service: Service, request: KeyedRequest, status: int, work: Call
 
     A refusal changes nothing, and is noted too.
     """
-    try:
-        with service.database.write() as session:
-            earlier = begin(session, request, now=service.clock())
-            if earlier is not None:
-                return replay(earlier)
-            model = work(session)
-            session.flush()
-            finish(session, request, Answer(status, model.model_dump_json()))
-            note(service, session, request, str(getattr(model, "id", "")), str(status))
-    except ServiceError as refused:
-        with service.database.write() as session:
-            note(service, session, request, "", refused.code)
-        raise
+    with noted(service, request), service.database.write() as session:
+        earlier = begin(session, request, now=service.clock())
+        if earlier is not None:
+            return replay(earlier)
+        model = work(session)
+        session.flush()
+        finish(session, request, Answer(status, model.model_dump_json()))
+        note(service, session, request, str(getattr(model, "id", "")), str(status))
     service.changed()
     return reply(model, status=status)
+
+
+@contextmanager
+def noted(service: Service, request: KeyedRequest, target: str = "") -> Iterator[None]:
+    """Write into the audit that the request was refused, if that is what comes of it; the refusal goes on."""
+    try:
+        yield
+    except ServiceError as refused:
+        with service.database.write() as session:
+            note(service, session, request, target, refused.code)
+        raise
 
 
 def note(service: Service, session: Session, request: KeyedRequest, target: str, outcome: str) -> None:

@@ -6,14 +6,17 @@ To attach again after a restart is nothing special: the next poll continues at t
 from __future__ import annotations
 
 import contextlib
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from sqlalchemy.orm import Session
 
 from orchestrator.errors import LauncherUnavailable, StaleWrite, StartFailed, SupervisorGone
 from orchestrator.launcher_api import AttemptRef
+from orchestrator.paths import is_present
 from orchestrator.reconcile.context import Context
-from orchestrator.reconcile.decide import AttemptAction, AttemptView, End, decide_attempt, decide_force
+from orchestrator.reconcile.decide import AttemptAction, AttemptView, End, Force, decide_attempt, decide_force
 from orchestrator.reconcile.succession import move_on
 from orchestrator.reconcile.verify import decide_routes_verified
 from orchestrator.store.attempts import (
@@ -24,7 +27,7 @@ from orchestrator.store.attempts import (
     reports_at,
     totals_of,
 )
-from orchestrator.store.jobs import find_job, plan_of
+from orchestrator.store.jobs import events_of_kinds, find_job, plan_of
 from orchestrator.store.kernels import breaker_rows, policy_for
 from orchestrator.store.models import Attempt, Job
 from orchestrator.store.swaps import close_swaps, swaps_of
@@ -39,6 +42,8 @@ __all__ = ["POLL_LIMIT", "drive_attempt"]
 POLL_LIMIT = 2000
 _ROUNDS = 4
 """Moves in one pass: an attempt that has ended goes through STOPPING to its end in one go."""
+_CHECKPOINTS = 20
+"""The last that are looked for on disk; retention leaves no more of most jobs."""
 _EMPTY = PollBatch(entries=(), dropped=0, alive_ranks=0, ended=False)
 
 
@@ -74,8 +79,7 @@ def drive_attempt(context: Context, job_id: str) -> None:
             if not _advance(context, seen):
                 return
         except LauncherUnavailable as error:
-            _note_reachable(context, seen, "Unknown", "launcher_unavailable", str(error))
-            _end_by_force(context, seen)
+            _go_on_unheard(context, seen, str(error))
             return
         except StaleWrite:
             continue  # somebody cancelled: look again
@@ -276,16 +280,32 @@ def _send_policy(context: Context, seen: _Seen) -> None:
     context.changed()
 
 
+def _go_on_unheard(context: Context, seen: _Seen, why: str) -> None:
+    """Note that the supervisor cannot be asked, and end its attempt where that is due all the same."""
+    job, stopping_s = seen.job, context.clock() - seen.job.state_since
+    with context.database.read() as session:
+        rows = events_of_kinds(session, job.id, ("checkpoint_saved",), _CHECKPOINTS)
+    saved = any(is_present(Path(json.loads(row.data).get("path", ""))) is not False for row in rows)
+    patience_s = seen.spec.failure.stop_patience_s
+    force = decide_force(JobState(job.state), job.reason, stopping_s, patience_s, saved=saved)
+    if force is Force.KEEP:
+        why += (
+            f"; it was to stop ({job.reason}) and is not ended by force, because it has no checkpoint and would lose "
+            f"all its steps. It stops when its supervisor answers; 'dmuonctl cancel {job.id}' ends it at once"
+        )
+    _note_reachable(context, seen, "Unknown", "nothing_saved" if force is Force.KEEP else "launcher_unavailable", why)
+    if force is Force.END:
+        _end_by_force(context, seen)
+
+
 def _end_by_force(context: Context, seen: _Seen) -> None:
-    """End a cancelled attempt whose supervisor does not answer: what it told is read from disk afterwards."""
-    stopping_s = context.clock() - seen.job.state_since
-    if not decide_force(JobState(seen.job.state), seen.job.reason, stopping_s, seen.spec.failure.stop_patience_s):
-        return
+    """End an attempt whose supervisor does not answer: what it told is read from disk afterwards."""
     try:
         context.launcher.kill(seen.ref)
     except (LauncherUnavailable, SupervisorGone):
         return  # the next pass sees which of the two it is, and acts on it
-    message = f"attempt {seen.attempt.number} was ended by force: it was cancelled and its supervisor does not answer"
+    message = f"attempt {seen.attempt.number} was ended by force: it was to end ({seen.job.reason}) and its supervisor "
+    message += "does not answer; a job that goes on does so from its newest checkpoint"
     with context.database.write() as session:
         job = locked_job(session, seen.job.id)
         add_event(session, job, "ended_by_force", message, now=context.clock(), data={"attempt": seen.attempt.number})

@@ -10,7 +10,7 @@ from worker.contract.spec import JobSpec
 from worker.contract.states import JobState, Reason
 
 __all__ = [
-    "FORCE_AFTER_S", "STOP_AGAIN_S", "AttemptAction", "AttemptView", "End", "decide_attempt", "decide_end",
+    "FORCE_AFTER_S", "STOP_AGAIN_S", "AttemptAction", "AttemptView", "End", "Force", "decide_attempt", "decide_end",
     "decide_force", "demand_of",
 ]  # fmt: skip
 
@@ -92,14 +92,28 @@ def _lost() -> End:
     return End(reason=Reason.WORKER_LOST, message=message)
 
 
-def decide_force(state: JobState, reason: str | None, stopping_s: float, patience_s: float) -> bool:
-    """Tell whether to end, unheard, an attempt that cannot be asked: only one that somebody has cancelled, and late.
+class Force(StrEnum):
+    """What to do about an attempt whose supervisor cannot be asked."""
+
+    WAIT = "wait"
+    """It may be well, or has time left to stop."""
+    END = "end"
+    """End it unheard: it was to end, and nothing is lost that was to be kept."""
+    KEEP = "keep"
+    """It was to stop for a while and has saved nothing: to end it would lose its steps, which only a person may say."""
+
+
+def decide_force(state: JobState, reason: str | None, stopping_s: float, patience_s: float, *, saved: bool) -> Force:
+    """Tell whether to end, unheard, an attempt that cannot be asked: only one that is to end, and late.
 
     Args:
         reason: the intended end of a job that is STOPPING, which it has been for ``stopping_s`` seconds.
+        saved: the job has a checkpoint, from which it can go on.
     """
-    cancelled = state is JobState.STOPPING and reason == Reason.CANCELLED
-    return cancelled and stopping_s > patience_s + FORCE_AFTER_S
+    if state is not JobState.STOPPING or stopping_s <= patience_s + FORCE_AFTER_S:
+        return Force.WAIT
+    goes_on = reason in (Reason.PAUSED, Reason.PREEMPTED)
+    return Force.KEEP if goes_on and not saved else Force.END
 
 
 def decide_end(intended: End | None, found: End) -> End:

@@ -40,7 +40,7 @@ def within(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         monkeypatch.setattr(_cpu_precision, "_has_units", lambda: True)
         monkeypatch.setattr(_cublas, "MIN_HALVED", 32)
         torch.set_float32_matmul_precision("medium")
-    yield 2e-5 if request.param == "float32" else 3e-2
+    yield 1e-4 if request.param == "float32" else 3e-2
     torch.set_float32_matmul_precision(before)
 
 
@@ -180,7 +180,7 @@ def test_square_matrices_run_direct_on_a_cpu_and_are_counted_so() -> None:
 
 
 def test_steps_and_restarts_are_checked() -> None:
-    assert [default_restarts(steps) for steps in (1, 3, 4, 5, 8)] == [(), (), (3,), (3,), (3, 5, 7)]
+    assert [default_restarts(steps) for steps in (1, 3, 4, 5, 8)] == [(), (), (2,), (2,), (2, 4, 6)]
     with pytest.raises(ValueError, match="at least 1 step"):
         newton_schulz(gaussian(4, 4), 0)
     with pytest.raises(ValueError, match=r"\[5\] lie beyond the last of 5 steps"):

@@ -174,6 +174,12 @@ def test_form_is_a_question_only_where_flops_do_not_answer_it() -> None:
     assert square.of(5).key == square.of(8).key != square.of(9).key
 
 
+def test_small_matrices_in_float16_are_direct_whatever_their_aspect_ratio() -> None:
+    """There one direction would come out wrong; docs/adr/0005."""
+    forms = [Form("cublas", 1, side, 16 * side, dtype, 5, 1) for dtype in ("float16", "float32") for side in (127, 128)]
+    assert [decide_form(form, {form.key: "gram"}) for form in forms] == ["direct", "gram", "gram", "gram"]
+
+
 def test_tiles_are_taken_from_choices_only_where_they_compile() -> None:
     product = Product(1, 4096, 4096, True, True, "float16")
     assert decide_tile(product, {}) == PING_PONG

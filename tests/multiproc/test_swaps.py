@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 
-from dmuon_runtime.kernels import registered_kernel
+from dmuon_runtime.kernels import KERNELS, registered_kernel
 from tests.faulty_kernel import Fault, Faulty, Impostor
 from tests.worker.gang import Run, Told, run_gang, train_once
 from tests.worker.specs import tiny_spec
@@ -40,10 +42,36 @@ SETS: tuple[dict[str, str], ...] = (
 )  # fmt: skip
 
 
-def spec_of(steps: int, *, mesh: dict[str, int] | None = None, num_ranks: int = 2, **kernels: Any) -> JobSpec:
-    """One small layer in training on two ranks, or on one that does the sequences of both at once."""
-    config = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
-    config |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2)
+SWITCHES: tuple[dict[str, str], ...] = (
+    {"kernel": "quack"}, {"algorithm": "direct"}, {"kernel": "cute_sm80"}, {"algorithm": "gram"},
+    {"coefficients": "you"}, {"kernel": "cublas"}, {"coefficients": "keller_jordan"},
+    {"kernel": "quack", "algorithm": "direct"}, {"algorithm": "gram", "coefficients": "polar_express"},
+    {"kernel": "cublas"},
+)  # fmt: skip
+"""A round of swaps of the kernels that a GPU has; the same one is the 50th and the 200th."""
+NUM_GPUS = torch.cuda.device_count()
+
+
+def orders_on_cpu() -> list[dict[str, str]]:
+    """What is asked for on CPUs, in order."""
+    kernels = itertools.islice(itertools.cycle(TARGETS), NUM_OF_KERNELS)
+    return list(itertools.islice(itertools.chain(kernels, itertools.cycle(SETS)), NUM_SWAPS))
+
+
+def orders_on_gpu() -> list[dict[str, str]]:
+    """What is asked for on GPUs, in order."""
+    return list(itertools.islice(itertools.cycle(SWITCHES), NUM_SWAPS))
+
+
+def spec_of(
+    steps: int, *, mesh: dict[str, int] | None = None, num_ranks: int = 2, gpus: float = 0, **kernels: Any
+) -> JobSpec:
+    """One layer in training on two ranks, or on one that does the sequences of both at once.
+
+    Small on CPUs; on GPUs such that every kernel serves all of its matrices.
+    """
+    config = {"hidden_size": 512, "intermediate_size": 2048} if gpus else {"hidden_size": 16, "intermediate_size": 24}
+    config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1 if gpus else 2}
     return tiny_spec(
         2,
         model={"type": "llama", "config": config},
@@ -52,19 +80,45 @@ def spec_of(steps: int, *, mesh: dict[str, int] | None = None, num_ranks: int = 
         optimizer={"muon": {"lr": 2e-4}, "adamw": {"lr": 2e-5}},
         kernels={"kernel": "blocked"} | kernels,
         mesh=mesh or {"shard": num_ranks},
+        resources={"cpus_per_worker": 0.5, "gpus_per_worker": gpus},
     )
 
 
 def hold_never_mixed(ranks: list[Told]) -> list[str]:
     """No step on which ranks applied different kernels, or a rank two; return the kernel by step."""
     by_rank = [[(step.epoch, *step.applied) for step in told.steps] for told in ranks]
-    assert by_rank[0] and by_rank[0] == by_rank[1], "each step has one epoch and the same kernels on all ranks"
+    same = all(other == by_rank[0] for other in by_rank[1:])
+    assert by_rank[0] and same, "each step has one epoch and the same kernels on all ranks"
     assert all(len(entry) == 2 for entry in by_rank[0]), "and one kernel alone"
     epochs = [epoch for epoch, *_ in by_rank[0]]
     assert epochs == sorted(epochs)
     matrices = {sum(step.applied.values()) for told in ranks for step in told.steps}
     assert len(matrices) <= 2, "every step applies all matrices of a rank, once"
+    assert all([s.number for s in t.steps] == list(range(1, len(t.steps) + 1)) for t in ranks), "none is lost or twice"
     return [str(kernel) for _, kernel in by_rank[0]]
+
+
+def hold_as_asked(ranks: list[Told], first: dict[str, str], orders: Iterable[dict[str, str]]) -> None:
+    """Every swap was committed, and each step launched what was asked for last, as often as whenever that ran."""
+    chosen, by_epoch = first, {0: first}
+    assert not ranks[0].named("swap_rolled_back"), [note.message for note in ranks[0].named("swap_rolled_back")]
+    assert len(ranks[0].named("swap_committed")) == NUM_SWAPS
+    for order, note in zip(orders, ranks[0].named("swap_prepared"), strict=True):
+        chosen = chosen | order
+        by_epoch[int(note.data["epoch"] or 0)] = chosen
+    for told in ranks:
+        seen: defaultdict[tuple[str, ...], set[tuple[Any, ...]]] = defaultdict(set)
+        for step in told.steps:
+            asked = by_epoch[step.epoch]
+            algorithms = {algorithm for _, algorithm in step.launched}
+            assert {kernel for kernel, _ in step.launched} == set(step.applied) == {asked["kernel"]}, (step, asked)
+            assert asked["algorithm"] in algorithms, (step, asked)
+            assert asked["algorithm"] == "gram" or algorithms == {"direct"}, (step, asked)
+            seen[tuple(asked.values())].add((*sorted(step.launched.items()), *step.applied.items()))
+        assert all(len(counts) == 1 for counts in seen.values()), f"one choice, one number of launches: {dict(seen)}"
+        assert not any(step.offenders for step in told.steps), "all launched what was chosen"
+        assert sum(step.fallback_calls for step in told.steps) == 0
+        assert all(math.isfinite(step.loss) for step in told.steps)
 
 
 def silent(run: Run, body: Body) -> None:
@@ -84,10 +138,9 @@ def _alone(addresses: list[str]) -> tuple[Told, list[float]]:
     return alone, [step.loss for step in alone.steps]
 
 
-def _many_swaps(rank: int, addresses: list[str]) -> tuple[Told, list[float]]:
-    if rank == 2:
-        return _alone(addresses)
-    orders = itertools.chain(itertools.islice(itertools.cycle(TARGETS), NUM_OF_KERNELS), itertools.cycle(SETS))
+def swapping(rank: int, orders: list[dict[str, str]]) -> Callable[[Run, Body], None]:
+    """On rank 0: order one swap after the other and stop; note what is held after a quarter of them and after all."""
+    waiting = iter(orders)
 
     def drive(run: Run, body: Body) -> None:
         if rank or not isinstance(body, Milestone):
@@ -95,7 +148,7 @@ def _many_swaps(rank: int, addresses: list[str]) -> tuple[Told, list[float]]:
         facts, asked = run.told.facts, run.policy.epoch
         assert body.name != "swap_rolled_back", body.message
         if body.name in ("plan_confirmed", "swap_prepared") and asked < NUM_SWAPS:
-            run.swap(**next(orders))  # the next one is taken up as soon as this one is proved
+            run.swap(**next(waiting))  # the next one is taken up as soon as this one is proved
         if body.name != "swap_committed":
             return
         done = facts["done"] = facts.get("done", 0) + 1
@@ -104,14 +157,30 @@ def _many_swaps(rank: int, addresses: list[str]) -> tuple[Told, list[float]]:
         if done in (NUM_SWAPS // 4, NUM_SWAPS):
             gc.collect()
             num_tensors = sum(type(item) is torch.Tensor for item in gc.get_objects())
-            facts[done] = (num_tensors, threading.active_count(), run.told.steps[-1].memory_bytes)
+            bytes_held = run.told.steps[-1].memory_bytes, torch.cuda.memory_reserved()
+            facts[done] = (num_tensors, threading.active_count(), *bytes_held)
         if done == NUM_SWAPS:
             run.mailbox.stop()
 
+    return drive
+
+
+def hold_nothing_grew(told: Told) -> None:
+    """As many tensors and threads after 200 swaps as after 50, and no more memory, on a GPU its allocator's too."""
+    early, late = told.facts[NUM_SWAPS // 4], told.facts[NUM_SWAPS]
+    assert late[:2] == early[:2], "as many tensors and threads after 200 swaps as after 50"
+    assert late[2] - early[2] < 12 << 20, f"bytes held grew from {early[2]} to {late[2]}"
+    assert late[3] - early[3] < 64 << 20, f"bytes that the device's allocator took grew from {early[3]} to {late[3]}"
+
+
+def _many_swaps(rank: int, addresses: list[str]) -> tuple[Told, list[float]]:
+    if rank == 2:
+        return _alone(addresses)
     with ExitStack() as stack:
         for name in ("quack", "cute_sm80"):  # what needs a GPU is played by others under its name
             stack.enter_context(registered_kernel(Faulty("none", name=name)))
-        swapped = train_once(spec_of(20_000, mesh={"replicate": 2}), addresses[0], rank, drive)
+        spec = spec_of(20_000, mesh={"replicate": 2})
+        swapped = train_once(spec, addresses[0], rank, swapping(rank, orders_on_cpu()))
     if rank == 0:
         connect_store(addresses[0], 60).set(_ENDED, str(len(swapped.steps)))
     return swapped, []
@@ -119,22 +188,41 @@ def _many_swaps(rank: int, addresses: list[str]) -> tuple[Told, list[float]]:
 
 @pytest.mark.timeout(240)
 def test_two_hundred_swaps_under_load() -> None:
-    *ranks, (_, losses) = run_gang(3, _many_swaps, num_stores=2, deadline_s=200)
-    kernels = hold_never_mixed([swapped for swapped, _ in ranks])
-    assert set(kernels) == {"blocked", "cublas", "quack", "cute_sm80"}
-    assert not any(step.offenders for swapped, _ in ranks for step in swapped.steps), "all launched what was chosen"
-    told, _ = ranks[0]
-    assert len(told.named("swap_committed")) == NUM_SWAPS and not told.named("swap_rolled_back")
-    assert told.steps[-1].epoch >= NUM_SWAPS and sum(step.fallback_calls for step in told.steps) == 0
+    *answers, (_, losses) = run_gang(3, _many_swaps, num_stores=2, deadline_s=200)
+    ranks = [swapped for swapped, _ in answers]
+    assert set(hold_never_mixed(ranks)) == {"blocked", "cublas", "quack", "cute_sm80"}
+    first = {"kernel": "blocked", "algorithm": "gram", "coefficients": "polar_express"}
+    hold_as_asked(ranks, first, orders_on_cpu())
+    told = ranks[0]
+    assert told.steps[-1].epoch >= NUM_SWAPS
     found, same = [step.loss for step in told.steps], told.facts["steps"]
     losses = losses[: len(found)]
     assert len(losses) == len(found)
     assert found[:same] == pytest.approx(losses[:same], rel=1e-5), "as if nothing had been swapped, in every step"
     assert found[same:] == pytest.approx(losses[same:], rel=1e-3), "another set of coefficients is another iteration"
     assert found[-1] != pytest.approx(losses[-1], rel=1e-5), "and shows that it ran"
-    early, late = told.facts[NUM_SWAPS // 4], told.facts[NUM_SWAPS]
-    assert late[:2] == early[:2], "as many tensors and threads after 200 swaps as after 50"
-    assert late[2] - early[2] < 12 << 20, f"resident bytes grew from {early[2]} to {late[2]}"
+    hold_nothing_grew(told)
+
+
+def _swaps_on_gpus(rank: int, addresses: list[str]) -> Told:
+    kernels = {"kernel": "cublas", "breaker": {"slow_factor": 1e3}}  # on matrices this small speed says nothing
+    spec = spec_of(20_000, gpus=1 if NUM_GPUS > 1 else 0.5, **kernels)
+    return train_once(spec, addresses[0], rank, swapping(rank, orders_on_gpu()))
+
+
+@pytest.mark.skipif(NUM_GPUS == 0, reason="needs a CUDA device")
+@pytest.mark.timeout(300)
+def test_two_hundred_swaps_of_the_kernels_of_a_gpu() -> None:
+    """Two ranks, which share the GPU where there is one."""
+    answers = {name: KERNELS[name].available(torch.device("cuda", 0)) for name in ("quack", "cute_sm80")}
+    missing = [f"{name}: {detail}" for name, (available, detail) in answers.items() if not available]
+    if missing:
+        pytest.skip("; ".join(missing))
+    ranks = run_gang(2, _swaps_on_gpus, deadline_s=280)
+    assert set(hold_never_mixed(ranks)) == {"cublas", "quack", "cute_sm80"}
+    hold_as_asked(ranks, {"kernel": "cublas", "algorithm": "gram", "coefficients": "polar_express"}, orders_on_gpu())
+    hold_nothing_grew(ranks[0])
+    print(f"{len(ranks)} ranks, {len(ranks[0].steps)} steps, {NUM_SWAPS} swaps; held: {ranks[0].facts}")
 
 
 def until(names: tuple[str, ...], then: Callable[[Run], None], deadline_s: float = 60.0) -> Callable[[Run, Body], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.orchestrator.conftest import World
 from tests.orchestrator.fakes import FORWARD, MATRICES, REDUCE, make_report
 from worker.contract.errors import FieldError
 from worker.contract.kernels import Kernel
+from worker.contract.messages import Milestone
 from worker.contract.spec import JobSpec
 from worker.contract.states import Reason
 
@@ -207,15 +209,60 @@ def test_a_dead_supervisor_fails_the_job_only_after_what_it_left_is_gone(world: 
     assert job["attempts"][0]["end_reason"] == "worker_lost"
 
 
-def test_a_supervisor_that_does_not_answer_is_ended_by_force_only_for_who_cancelled(world: World) -> None:
-    job_id, kept = world.running(), world.running()
+def saved(world: World, job_id: str, path: Path) -> None:
+    """Let a job tell of a checkpoint that lies at ``path``."""
+    note = {"name": "checkpoint_saved", "at": 5.0, "message": "saved", "data": {"path": str(path), "step": 7}}
+    world.attempt(job_id).push(Milestone.model_validate(note))
+    world.turn()
+
+
+def test_a_pause_ends_a_silent_supervisor_by_force_only_where_a_checkpoint_is_left(
+    world: World, tmp_path: Path
+) -> None:
+    """One without goes on and says what can be done; so does one whose checkpoint somebody has removed."""
+    able, removed, never = world.running(), world.running(), world.running()
+    (tmp_path / "7").mkdir()
+    saved(world, able, tmp_path / "7")
+    saved(world, removed, tmp_path / "8")
+    jobs = (able, removed, never)
+    for job_id in jobs:
+        world.attempt(job_id).silent = True
+        world.client.post(f"/v1/jobs/{job_id}:pause")
+    world.turn()
+    world.clock.advance(attempt_patience_s(world, able) + FORCE_AFTER_S - 1)
+    world.turn()
+    assert [world.attempt(job_id).dead for job_id in jobs] == [False] * 3, "their patience is not over"
+    assert condition(world, able, "Reachable")["reason"] == "launcher_unavailable"
+    world.clock.advance(2)
+    world.turn(3)
+    assert [world.state(job_id) for job_id in jobs] == ["PAUSED", "STOPPING", "STOPPING"]
+    assert [world.attempt(job_id).dead for job_id in jobs] == [True, False, False]
+    forced = [event["message"] for event in events(world, able) if event["kind"] == "ended_by_force"]
+    assert len(forced) == 1 and "(paused)" in forced[0] and "newest checkpoint" in forced[0]
+    for job_id in (removed, never):
+        told = condition(world, job_id, "Reachable")
+        assert (told["status"], told["reason"]) == ("Unknown", "nothing_saved")
+        assert f"'dmuonctl cancel {job_id}' ends it at once" in told["message"]
+        assert "ended_by_force" not in {event["kind"] for event in events(world, job_id)}
+    explained = world.client.get(f"/v1/jobs/{never}:explain").json()
+    assert "nothing_saved" in {cause["code"] for cause in explained["causes"]}
+    world.client.post(f"/v1/jobs/{able}:resume")
+    world.client.post(f"/v1/jobs/{never}:cancel")
+    world.attempt(removed).silent = False
+    world.turn(3)
+    assert (world.state(able), world.state(never)) == ("STARTING", "CANCELLED")
+    assert world.attempt(removed).stops[0].reason is Reason.PAUSED, "it is asked once it can be, and saves"
+    assert condition(world, removed, "Reachable")["status"] == "True"
+
+
+def test_a_supervisor_that_does_not_answer_is_not_ended_by_force_while_its_job_is_to_run(world: World) -> None:
+    job_id = world.running()
     attempt = world.attempt(job_id)
-    attempt.silent = world.attempt(kept).silent = True
+    attempt.silent = True
     world.turn()
     world.clock.advance(10_000)
     world.turn(3)
     assert world.state(job_id) == "RUNNING" and not attempt.dead, "nobody knows whether it is well"
-    world.client.post(f"/v1/jobs/{kept}:pause")
     assert world.client.post(f"/v1/jobs/{job_id}:cancel").json()["state"] == "STOPPING"
     world.clock.advance(attempt_patience_s(world, job_id) + FORCE_AFTER_S - 1)
     world.turn()
@@ -226,9 +273,22 @@ def test_a_supervisor_that_does_not_answer_is_ended_by_force_only_for_who_cancel
     assert world.state(job_id) == "STOPPING" and not attempt.dead
     world.launcher.unreachable = False
     world.turn(2)
-    assert attempt.dead and (world.state(job_id), world.state(kept)) == ("CANCELLED", "STOPPING")
-    events: Any = world.client.get(f"/v1/jobs/{job_id}/events?limit=1000").json()["events"]
-    assert [event["kind"] for event in events].count("ended_by_force") == 1
+    assert attempt.dead and world.state(job_id) == "CANCELLED"
+    assert [event["kind"] for event in events(world, job_id)].count("ended_by_force") == 1
+
+
+def test_a_start_that_was_too_slow_ends_by_force_too(world: World) -> None:
+    job_id = world.submit(failure={"start_deadline_s": 30})
+    world.turn()
+    world.clock.advance(31)
+    world.turn()
+    world.attempt(job_id).silent = True
+    world.turn()
+    assert world.state(job_id) == "STOPPING"
+    world.clock.advance(attempt_patience_s(world, job_id) + FORCE_AFTER_S + 1)
+    world.turn(3)
+    job = world.job(job_id)
+    assert (job["state"], job["reason"]) == ("FAILED", "setup_failed"), "nobody could have cancelled it any more"
 
 
 def attempt_patience_s(world: World, job_id: str) -> float:

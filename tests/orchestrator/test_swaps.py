@@ -145,6 +145,30 @@ def test_words_on_kernels_are_on_record(world: World) -> None:
     assert {(entry["actor"], entry["at"]) for entry in entries} == {(swap["actor"], world.clock.now)}
 
 
+def test_refused_words_on_a_breaker_are_on_record(world: World) -> None:
+    """A state that it is not in any more, a kernel that has no breaker or is none, a job that is none, no such word."""
+    path, trip = "/v1/kernels/{}/breaker", {"action": "trip", "reason": "slow"}
+    put = world.client.put
+    answers = [
+        put(path.format("quack"), json=trip, headers={"If-Match": '"7"'}),
+        put(path.format("cublas"), json=trip),
+        put(path.format("fast"), json=trip),
+        put(path.format("quack"), json=trip | {"scope": "nobody"}),
+        put(path.format("quack"), json=trip | {"action": "explode"}),
+        put(path.format("quack"), json={"action": "trip"}),
+    ]
+    codes = [(answer.status_code, answer.json()["code"]) for answer in answers]
+    assert [status for status, _ in codes] == [412, 409, 404, 404, 422, 422], codes
+    entries = world.client.get("/v1/audit").json()["entries"][::-1]
+    assert [entry["outcome"] for entry in entries] == [code for _, code in codes]
+    asked = [entry["action"].removeprefix("PUT /v1/kernels/").removesuffix("/breaker") for entry in entries]
+    assert asked == ["quack", "cublas", "fast", "quack", "quack", "quack"]
+    assert [entry["target"] for entry in entries] == ["quack", "cublas", "", "quack", "", ""]
+    assert all(entry["actor"].startswith("token-") for entry in entries)
+    breaker = world.client.get(path.format("quack")).json()
+    assert breaker["epoch"] == 0 and not breaker["history"], "and nothing else came of them"
+
+
 def test_only_operators_swap(world: World) -> None:
     job = world.running()
     nobody = world.client.post(f"/v1/jobs/{job}/kernel-swaps", json=WANTED, headers={"Authorization": "Bearer no"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -21,10 +22,14 @@ __all__ = ["Run", "Step", "Told", "run_gang", "train_once"]
 class Step:
     """What a rank reported of a step."""
 
+    number: int
+    """Counted from 1."""
     loss: float
     epoch: int
     applied: dict[str, int]
     """Matrices by kernel, from the ledger."""
+    launched: dict[tuple[str, str], int]
+    """Launches by kernel and algorithm, from the ledger."""
     fallback_calls: int
     memory_bytes: int
     offenders: tuple[str, ...]
@@ -51,7 +56,8 @@ class Run:
     mailbox: Any
     told: Told = field(default_factory=Told)
     policy: KernelPolicy = field(default_factory=KernelPolicy)
-    _counted: dict[str, int] = field(default_factory=dict)
+    _counted: Counter[str] = field(default_factory=Counter)
+    _launched: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def say(self, **changes: Any) -> None:
         """Send a policy of a new epoch to the mailbox."""
@@ -68,13 +74,16 @@ class Run:
         if isinstance(body, Milestone):
             self.told.milestones.append(body)
             return
-        counted: dict[str, int] = {}
+        counted: Counter[str] = Counter()
+        launched: Counter[tuple[str, str]] = Counter()
         for entry in body.ns:
-            counted[str(entry.kernel)] = counted.get(str(entry.kernel), 0) + entry.matrices
-        more = {name: number - self._counted.get(name, 0) for name, number in counted.items()}
-        applied = {name: number for name, number in more.items() if number}
-        step = Step(body.loss, body.kernel_epoch, applied, body.fallback_calls, body.memory_bytes, body.offenders)
-        self._counted = counted
+            counted[str(entry.kernel)] += entry.matrices
+            launched[str(entry.kernel), str(entry.algorithm)] += entry.launches
+        step = Step(
+            body.step, body.loss, body.kernel_epoch, dict(counted - self._counted), dict(launched - self._launched),
+            body.fallback_calls, body.memory_bytes, body.offenders,
+        )  # fmt: skip
+        self._counted, self._launched = counted, launched
         self.told.steps.append(step)
 
 
@@ -82,11 +91,15 @@ Hear = Callable[[Run, RankReport | Milestone], None]
 
 
 def train_once(spec: JobSpec, address: str, rank: int, hear: Hear, **settings: Any) -> Told:
-    """Train in this process as one rank; ``hear`` is called with everything that the rank tells."""
+    """Train in this process as one rank; ``hear`` is called with everything that the rank tells.
+
+    On the GPU of the rank's number where the spec asks for whole ones.
+    """
     import torch
 
     from worker import train
     from worker.control import Mailbox
+    from worker.device import decide_device
     from worker.rendezvous import connect_store
     from worker.settings import WorkerSettings
 
@@ -97,8 +110,8 @@ def train_once(spec: JobSpec, address: str, rank: int, hear: Hear, **settings: A
         run.take(body)
         hear(run, body)
 
-    store, cpu = connect_store(address, 60), torch.device("cpu")
-    train.train(train.Rank(spec, rank, cpu, store, WorkerSettings(**settings), run.mailbox, sink))
+    store = connect_store(address, 60)
+    train.train(train.Rank(spec, rank, decide_device(spec, rank), store, WorkerSettings(**settings), run.mailbox, sink))
     return run.told
 
 
