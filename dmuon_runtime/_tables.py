@@ -20,7 +20,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGNMENT", "DTYPES", "Table", "tables"]
+__all__ = ["ALIGNMENT", "DTYPES", "Table", "forget", "tables"]
 
 ALIGNMENT: Final = 16
 """Bytes, and elements: where all addresses and sizes are multiples of it, memory is read in words of this size."""
@@ -97,6 +97,12 @@ def _work(num_programs: tuple[int, ...], device: torch.device, stream: int) -> T
     first = each.cumsum(0) - each
     place = torch.arange(len(tensor)) - first[tensor]
     return _on_device(torch.stack([tensor, place], dim=1).to(torch.int32), device)
+
+
+def forget() -> None:
+    """Let go of every table: what they point to is about to be freed. A later launch makes its own anew."""
+    _rows.cache_clear()
+    _work.cache_clear()
 
 
 def _on_device(host: Tensor, device: torch.device) -> Tensor:

@@ -35,6 +35,7 @@ from dmuon_runtime._ns_groups import (
     stack_shapes,
 )
 from dmuon_runtime._ns_measure import Measuring
+from dmuon_runtime._tables import forget
 from dmuon_runtime.coefficients import POLAR_EXPRESS_COEFFICIENTS, Triple, coefficients_for, validate_coefficients
 from dmuon_runtime.guard import KernelGuard
 from dmuon_runtime.kernels import KERNELS, SymmetricKernel
@@ -287,8 +288,9 @@ class NewtonSchulz:
         return found
 
     def drop_graphs(self) -> None:
-        """Free the captured graphs and the memory behind them; a later call captures anew."""
+        """Free the captured graphs, the memory behind them and what points to it; a later call captures anew."""
         self._graphs.clear()
+        forget()
 
     def _groups_of(
         self,

@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["WorkerSettings", "read_settings", "share_gpu"]
+__all__ = ["WorkerSettings", "prepare_for_gpu", "read_settings"]
 
 
 def _default_cache() -> Path:
@@ -48,10 +48,13 @@ def read_settings() -> WorkerSettings:
     )
 
 
-def share_gpu(rank: int) -> None:
-    """Let this rank be one of an NCCL group with others on the same GPU; call it before the group is formed.
+def prepare_for_gpu(rank: int, *, shares_it: bool) -> None:
+    """Set what CUDA and NCCL read from the environment; call it before either is used. An operator's own values stay.
 
-    NCCL refuses two ranks on one device of one host, so each calls itself a host of its own, and all talk over the
-    network interface. An operator's own ``NCCL_HOSTID`` stays.
+    CUDA gets 32 queues instead of 8: compute, every communicator and whatever measures one have streams of their own,
+    and a stream that waits holds up all others of its queue. NCCL refuses two ranks on one device of one host, so each
+    that shares a GPU calls itself a host of its own, and they talk over the network interface.
     """
-    os.environ.setdefault("NCCL_HOSTID", f"rank-{rank}")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    if shares_it:
+        os.environ.setdefault("NCCL_HOSTID", f"rank-{rank}")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dmuon_runtime import updates
 from dmuon_runtime._tables import Table, tables
+from dmuon_runtime.newton_schulz import NewtonSchulz
 
 BLOCK = 64
 
@@ -62,6 +63,9 @@ def test_what_has_not_moved_is_not_made_anew() -> None:
     [other] = tables((moved, second), _programs)
     assert other.work is before.work and _contents(other) != _contents(before)
     assert _contents(before)[0][2] == first[0].data_ptr(), "what is in use is not written to"
+    NewtonSchulz().drop_graphs()
+    [anew] = tables((first, second), _programs)
+    assert anew.work is not before.work, "where a swap frees memory, nothing that points to it stays"
 
 
 def test_runs_of_tensors_are_one_by_one_bit_by_bit() -> None:

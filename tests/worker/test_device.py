@@ -10,7 +10,7 @@ import torch
 from tests.worker.specs import tiny_spec
 from worker.contract.spec import JobSpec
 from worker.device import decide_device
-from worker.settings import share_gpu
+from worker.settings import prepare_for_gpu
 
 
 def spec_of(gpus: float) -> JobSpec:
@@ -29,13 +29,16 @@ def test_a_gpu_of_its_own_or_a_part_of_one(monkeypatch: pytest.MonkeyPatch) -> N
         decide_device(spec_of(1), 2)
 
 
-def test_nccl_takes_ranks_of_one_device_for_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_HOSTID", "kept")
-    share_gpu(3)
-    assert os.environ["NCCL_HOSTID"] == "kept", "an operator's own"
-    monkeypatch.delenv("NCCL_HOSTID")
-    share_gpu(3)
-    assert os.environ.pop("NCCL_HOSTID") == "rank-3"
+def test_the_environment_of_a_rank_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"NCCL_HOSTID": "kept", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    monkeypatch.setattr(os, "environ", dict(own))
+    prepare_for_gpu(3, shares_it=True)
+    assert os.environ == own, "an operator's own"
+    os.environ.clear()
+    prepare_for_gpu(3, shares_it=False)
+    assert os.environ == {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    prepare_for_gpu(3, shares_it=True)
+    assert os.environ["NCCL_HOSTID"] == "rank-3", "NCCL takes ranks of one device for hosts"
 
 
 @pytest.mark.parametrize("gpus", [1.5, 2.25])
