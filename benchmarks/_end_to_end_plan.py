@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,11 @@ class Plan:
     rounding of each differs, and grows from step to step."""
     first_loss_tolerance: float
     """The same for the first step after a checkpoint, whose weights are the same."""
+    gpus_per_worker: float = 0.0
+
+    def gpus(self, workers: int) -> int:
+        """Return how many GPUs as many workers have."""
+        return math.ceil(workers * self.gpus_per_worker)
 
     def spec(self, name: str, workers: int, resume: str | None = None) -> str:
         """Return the document of a job that runs until it is stopped."""
@@ -55,16 +61,16 @@ class Plan:
                 ],
             },
             "kernels": {"kernel": self.kernels[0]},
-            "resources": {"cpus_per_worker": 1 if self.cpu else 2, "gpus_per_worker": 0 if self.cpu else 1},
+            "resources": {"cpus_per_worker": 1 if self.cpu else 2, "gpus_per_worker": self.gpus_per_worker},
         }
         if resume is not None:
             document["checkpoint"] = {"resume": resume}
         return json.dumps(document)
 
 
-def decide_plan(workers: int, *, cpu: bool) -> Plan:
-    """Return the plan for ``workers`` workers (1 or 2)."""
+def decide_plan(workers: int, *, cpu: bool, share: bool = False) -> Plan:
+    """Return the plan for ``workers`` workers (1 or 2), which ``share`` one GPU or have one each."""
     sizes = (2, 1) if workers == 2 else (1, 1)
     if cpu:
         return Plan(True, sizes, (Kernel.BLOCKED, Kernel.CUBLAS), 1e-3, 1e-5)
-    return Plan(False, sizes, (Kernel.QUACK, Kernel.CUBLAS), 0.04, 0.005)
+    return Plan(False, sizes, (Kernel.QUACK, Kernel.CUBLAS), 0.04, 0.005, 1 / workers if share else 1.0)

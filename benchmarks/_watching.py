@@ -109,14 +109,14 @@ def _smi(query: str) -> list[str]:
     return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
 
 
-def expect_in_use(told: Transcript, idle: Gpus | None, workers: int) -> dict[int, int] | None:
-    """Expect that as many GPUs hold a model as there are workers; return their bytes above idle, None on CPUs."""
+def expect_in_use(told: Transcript, idle: Gpus | None, gpus: int) -> dict[int, int] | None:
+    """Expect that so many GPUs hold a model; return their bytes above idle, None on CPUs."""
     if idle is None:
         return None
     grown = {index: used - idle.used_bytes[index] for index, used in gpus_now().used_bytes.items()}
     held = {index: number for index, number in grown.items() if number > SLACK_BYTES}
     text = ", ".join(f"GPU {index}: {number / 2**30:.1f} GiB" for index, number in held.items())
-    told.expect(len(held) == workers, f"{workers} GPUs are in use", text or "none")
+    told.expect(len(held) == gpus, f"{gpus} GPUs are in use", text or "none")
     return held
 
 

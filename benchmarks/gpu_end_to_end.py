@@ -1,6 +1,7 @@
 """The whole service on GPUs, through HTTP alone: train, look, swap a kernel, stop, go on with another number of GPUs.
 
     python -m benchmarks.gpu_end_to_end [--gpus N] [--limit-s 270]      N = 1 or 2; default: what the machine has
+    python -m benchmarks.gpu_end_to_end --share                         two workers on one GPU, and one after them
     python -m benchmarks.gpu_end_to_end --cpu [--gpus N]                the same on CPUs with gloo and a tiny model
 
 It brings up a service of its own (state directory, port, Ray) and takes it down again, whatever happens. Jobs:
@@ -128,7 +129,7 @@ class Story:
         self.told.say(f"  first step after {running[0]:.1f} s; {milliseconds:.1f} ms a step; "
                       f"loss {points[0].loss:.4f} -> {points[-1].loss:.4f}")  # fmt: skip
         self.verified(job_id)
-        used = expect_in_use(self.told, self.idle, workers)
+        used = expect_in_use(self.told, self.idle, self.plan.gpus(workers))
         self.rows.append(
             {
                 "stretch": name, "job": job_id, "workers": workers, "first step": points[0].step,
@@ -299,6 +300,8 @@ def _matrices(earlier: r.StepPoint, later: r.StepPoint) -> dict[str, int]:
 
 def _plan(options: argparse.Namespace, idle: Gpus | None) -> Plan:
     have = 2 if idle is None else len(idle.used_bytes)
+    if options.share and idle is not None:
+        return decide_plan(2, cpu=False, share=True)
     workers = options.gpus or min(2, have)
     if workers > have:
         raise Violated(f"expected: --gpus at most {have}, which the machine has; found: {workers}")
@@ -311,8 +314,7 @@ def _tell(options: argparse.Namespace, told: Transcript, state_dir: Path) -> Sto
     if idle is not None:
         used = ", ".join(f"GPU {index}: {number >> 20} MiB" for index, number in idle.used_bytes.items())
         told.say(f"before: {used}; {len(idle.processes)} processes")
-    extra = {"DMUON_PREPARE_KERNELS": "1"} if options.prepare else {}
-    service = OwnService(state_dir, num_cpus=2 if options.cpu else None, extra=extra)
+    service = OwnService(state_dir, num_cpus=2 if options.cpu else None)
     with running(service, told) as client:
         story = Story(plan, service, client, told, idle)
         story.run()
@@ -324,7 +326,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.gpu_end_to_end")
     parser.add_argument("--gpus", type=int, choices=(1, 2), help="workers; default: the GPUs of the machine, at most 2")
     parser.add_argument("--cpu", action="store_true", help="gloo, a tiny model, kernels that run everywhere")
-    parser.add_argument("--prepare", action="store_true", help="measure and compile kernels before the first step")
+    parser.add_argument(
+        "--share", action="store_true", help="two workers share a GPU: for what it shows, not for speed"
+    )
     parser.add_argument("--limit-s", type=float, default=270.0)
     return parser.parse_args(arguments)
 
@@ -337,7 +341,8 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     story, told = ended
     workers = story.plan.sizes[0]
-    write_result(f"gpu_end_to_end-{workers}", story.rows, sizes=story.plan.sizes, **story.facts, transcript=told.lines)
+    name = f"gpu_end_to_end-{workers}" + ("-shared" if options.share else "")
+    write_result(name, story.rows, sizes=story.plan.sizes, **story.facts, transcript=told.lines)
     return 0
 
 

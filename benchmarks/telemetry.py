@@ -195,6 +195,8 @@ def own_seconds(contestant: Contestant, workload: Workload, device: torch.device
             stack.enter_context(mock.patch.object(ledger.Ledger, name, timed(getattr(ledger.Ledger, name))))
         for number in range(steps):
             tokens = workload.tokens(number, dist.get_rank(), device)
+            if device.type == "cuda":
+                torch.cuda.synchronize()  # else what is timed may be waiting for room in the device's queue
             contestant.forward_backward(tokens)
             contestant.update()
             begin, before = time.thread_time(), spent[0]

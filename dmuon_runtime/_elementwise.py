@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from functools import lru_cache
 from types import ModuleType
 from typing import Final
 
 import torch
 from torch import Tensor
+
+from dmuon_runtime._tables import DTYPES
 
 __all__ = ["add_identity", "cast", "normalize_into", "normalized"]
 
@@ -48,13 +51,14 @@ def normalized(g: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.div(x, torch.where(norm == 0, 1.0, norm), out=out)
 
 
-def normalize_into(g: Tensor, out: Tensor) -> None:
-    """Write ``g`` [..., m, n], normalised, to ``out`` [b, m, n] in ``out``'s dtype; ``out`` must be contiguous."""
-    fused = _fused() if g.device.type == "cuda" and g.dtype != torch.float64 else None
+def normalize_into(tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    """Write each tensor [..., m, n], normalised, to its out [b, m, n], contiguous, in that one's dtype."""
+    fused = _fused() if all(g.device.type == "cuda" and g.dtype in DTYPES for g in tensors) else None
     if fused is None:
-        normalized(g, out)
+        for g, out in zip(tensors, outs, strict=True):
+            normalized(g, out)
     else:
-        fused.normalize(g.reshape(-1, *g.shape[-2:]).contiguous(), out)
+        fused.normalize([g.contiguous() for g in tensors], outs)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:

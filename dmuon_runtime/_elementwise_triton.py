@@ -2,19 +2,21 @@
 
 Bytes an element for bfloat16 input and float16 output: 2 + 2 + 2. Plain torch moves about 24.
 
-E elements of a matrix, P partial results of a matrix, B batch of matrices. Grids have one axis: any other ends at
-65 535, and a batch need not.
-
-Hundreds of these are launched in a step, so the host's time counts: quotients are taken by Python's own integers, for
-``triton.cdiv`` and ``triton.next_power_of_2`` take over a microsecond each.
+Two launches normalise many tensors; what each program works on stands in a table (:mod:`dmuon_runtime._tables`). Grids
+have one axis: any other ends at 65 535, and a batch need not.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from dmuon_runtime._tables import tables
+from dmuon_runtime._tables_triton import address, launch, row_of, size_of
 
 __all__ = ["add_identity", "cast", "normalize"]
 
@@ -24,18 +26,32 @@ MAX_PARTIALS = 256
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _part(row, program, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, MAX_PARTIALS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Say which part of which matrix a tensor's program does.
+
+    Returns elements of a matrix, matrix, part, parts of a matrix, elements of a part.
+    """
+    size = size_of(row, ALIGNED)
+    per_program = tl.cdiv(tl.cdiv(size, BLOCK), MAX_PARTIALS) * BLOCK
+    num_partials = tl.cdiv(size, per_program)
+    return size, program // num_partials, program % num_partials, num_partials, per_program
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _partials(  # type: ignore[no-untyped-def]
-    g, largest, squares, num_elements, num_partials, per_program, BLOCK: tl.constexpr
-):
-    """Largest magnitude, and sum of squares over its square, of one program's span of one matrix."""
-    part, matrix = tl.program_id(0) % num_partials, (tl.program_id(0) // num_partials).to(tl.int64)
-    first = part.to(tl.int64) * per_program
+    rows, work, largest, squares, G: tl.constexpr, OUT: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, MAX_PARTIALS: tl.constexpr,
+):  # fmt: skip
+    """Largest magnitude, and sum of squares over its square, of one program's part of one matrix."""
+    row, program = row_of(rows, work, 2)
+    size, matrix, part, _, per_program = _part(row, program, ALIGNED, BLOCK, MAX_PARTIALS)
+    g = address(row, 0, G, ALIGNED) + matrix * size
+    first = part * per_program
     peak = 0.0
     total = 0.0
     for start in range(0, per_program, BLOCK):
         offset = first + start + tl.arange(0, BLOCK)
-        inside = (offset < num_elements) & (start + tl.arange(0, BLOCK) < per_program)
-        x = tl.load(g + matrix * num_elements + offset, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(g + offset, mask=offset < size, other=0.0).to(tl.float32)
         block_peak = tl.max(tl.abs(x), axis=0)
         new_peak = tl.maximum(peak, block_peak)
         safe = tl.where(new_peak == 0.0, 1.0, new_peak)
@@ -43,48 +59,48 @@ def _partials(  # type: ignore[no-untyped-def]
         shrink = peak / safe
         total = total * shrink * shrink + tl.sum(y * y, axis=0)
         peak = new_peak
-    tl.store(largest + matrix * num_partials + part, peak)
-    tl.store(squares + matrix * num_partials + part, total)
+    tl.store(largest + tl.program_id(0), peak)
+    tl.store(squares + tl.program_id(0), total)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _divide(  # type: ignore[no-untyped-def]
-    g, out, largest, squares, num_elements, num_partials, per_program, BLOCK: tl.constexpr, PARTIALS: tl.constexpr
-):
-    """Combine the partial results of a matrix and write one program's span of it."""
-    part, matrix = tl.program_id(0) % num_partials, (tl.program_id(0) // num_partials).to(tl.int64)
-    slot = tl.arange(0, PARTIALS)
-    there = slot < num_partials
-    peaks = tl.load(largest + matrix * num_partials + slot, mask=there, other=0.0)
-    sums = tl.load(squares + matrix * num_partials + slot, mask=there, other=0.0)
+    rows, work, largest, squares, G: tl.constexpr, OUT: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, MAX_PARTIALS: tl.constexpr,
+):  # fmt: skip
+    """Combine the partial results of a matrix and write one program's part of it."""
+    row, program = row_of(rows, work, 2)
+    size, matrix, part, num_partials, per_program = _part(row, program, ALIGNED, BLOCK, MAX_PARTIALS)
+    slot = tl.program_id(0) - part + tl.arange(0, MAX_PARTIALS)
+    there = tl.arange(0, MAX_PARTIALS) < num_partials
+    peaks = tl.load(largest + slot, mask=there, other=0.0)
+    sums = tl.load(squares + slot, mask=there, other=0.0)
     peak = tl.max(peaks, axis=0)
     safe = tl.where(peak == 0.0, 1.0, peak)
     share = peaks / safe
     total = tl.sum(sums * share * share, axis=0)
     inverse = 1.0 / tl.sqrt(tl.where(total == 0.0, 1.0, total))
-    first = part.to(tl.int64) * per_program
+    g, out = address(row, 0, G, ALIGNED) + matrix * size, address(row, 1, OUT, ALIGNED) + matrix * size
+    first = part * per_program
     for start in range(0, per_program, BLOCK):
         offset = first + start + tl.arange(0, BLOCK)
-        inside = (offset < num_elements) & (start + tl.arange(0, BLOCK) < per_program)
-        x = tl.load(g + matrix * num_elements + offset, mask=inside, other=0.0).to(tl.float32)
-        y = x / safe * inverse
-        tl.store(out + matrix * num_elements + offset, y.to(out.dtype.element_ty), mask=inside)
+        x = tl.load(g + offset, mask=offset < size, other=0.0).to(tl.float32)
+        tl.store(out + offset, (x / safe * inverse).to(OUT), mask=offset < size)
 
 
-def normalize(g: Tensor, out: Tensor) -> None:
-    """Write ``g`` [B, M, N] over its Frobenius norms to ``out`` [B, M, N]; both contiguous, on one CUDA device."""
-    num_matrices, num_elements = g.shape[0], g.shape[1] * g.shape[2]
-    blocks = -(-num_elements // BLOCK)
+def _num_partials(size: int) -> int:
+    """Programs of a matrix, as :func:`_part` cuts it."""
+    blocks = -(-size // BLOCK)
     per_program = -(-blocks // MAX_PARTIALS) * BLOCK
-    num_partials = -(-num_elements // per_program)
-    largest, squares = torch.empty(2, num_matrices, num_partials, dtype=torch.float32, device=g.device).unbind()
-    grid = (num_partials * num_matrices,)
-    with torch.cuda.device(g.device):
-        _partials[grid](g, largest, squares, num_elements, num_partials, per_program, BLOCK, num_warps=8)
-        _divide[grid](
-            g, out, largest, squares, num_elements, num_partials, per_program, BLOCK,
-            1 << (num_partials - 1).bit_length(), num_warps=8,
-        )  # fmt: skip
+    return -(-size // per_program)
+
+
+def normalize(tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    """Write the matrices of each [..., m, n] over their Frobenius norms to each out [b, m, n]; all contiguous."""
+    for table in tables((tensors, outs), _num_partials, counts=[out.shape[0] for out in outs]):
+        largest, squares = torch.empty(2, len(table.work), dtype=torch.float32, device=table.device).unbind()
+        for kernel in (_partials, _divide):
+            launch(kernel, table, largest, squares, BLOCK=BLOCK, MAX_PARTIALS=MAX_PARTIALS, num_warps=8)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -138,6 +138,7 @@ class GraphCache:
                 unfinished = work(inputs)
         except Exception as error:  # whatever a kernel or CUDA has against being captured
             torch.cuda.synchronize(device)
+            _free_generator(device)
             self._refuse(key, graph, error)
             return None
         captured = Captured(graph, inputs, unfinished, launches)
@@ -217,3 +218,15 @@ def _stop_recording(device: torch.device, pool: Any) -> None:
     except RuntimeError:
         return  # torch came as far as that, and lets go of the pool with the graph
     torch._C._cuda_releasePool(device.index, pool)
+
+
+def _free_generator(device: torch.device) -> None:
+    """Let random numbers be drawn on ``device`` again, in the order of before, where a broken capture forbids it."""
+    generator = torch.cuda.default_generators[device.index]
+    before = generator.get_state()
+    try:
+        torch.empty(1, device=device).uniform_()
+    except RuntimeError:  # it still takes itself to be captured; what it counts is right
+        generator.graphsafe_set_state(generator.clone_state())
+    else:
+        generator.set_state(before)

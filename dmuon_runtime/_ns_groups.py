@@ -177,13 +177,12 @@ def empty_stack(shape: tuple[int, int, int], group: Group) -> Tensor:
     return torch.empty(shape, dtype=group.dtype, device=group.device)
 
 
-def fill(stack: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Write ``tensors`` [..., m, n], normalised, one after the other to ``stack`` [b, m, n]."""
-    begin = 0
-    for g in tensors:
-        end = begin + num_matrices_of(g.shape)
-        normalize_into(g, stack[begin:end])
-        begin = end
+def fill(stacks: Sequence[Tensor], members: Mapping[tuple[int, int], Sequence[int]], tensors: Sequence[Tensor]) -> None:
+    """Write ``tensors`` [..., m, n], normalised, to the stack [b, m, n] of their size, in the order of ``members``."""
+    places: list[Tensor] = []
+    for same, stack in zip(members.values(), stacks, strict=True):
+        places += torch.split(stack, [num_matrices_of(tensors[index].shape) for index in same])
+    normalize_into([tensors[index] for same in members.values() for index in same], places)
 
 
 def finish(
@@ -196,10 +195,12 @@ def finish(
         dtypes = {tensors[index].dtype for index in same}
         dtype = dtypes.pop() if len(dtypes) == 1 else long.x.dtype
         stack = last_product(long, q, dtype, kernel)
-        parts = torch.split(stack, [num_matrices_of(tensors[index].shape) for index in same])
+        counts = [num_matrices_of(tensors[index].shape) for index in same]
+        parts = torch.split(stack, counts) if max(counts) > 1 else stack.unbind()  # as matrices at once, if they are
         for index, part in zip(same, parts, strict=True):
             like = tensors[index]
-            results[index] = part.reshape(like.shape).to(like.dtype)
+            part = part if part.shape == like.shape else part.view(like.shape)
+            results[index] = part if dtype == like.dtype else part.to(like.dtype)
     return [results[index] for index in range(len(tensors))]
 
 

@@ -58,10 +58,8 @@ def _fused_update(
 ) -> list[Tensor]:
     columns = (tensors.weights, tensors.gradients, tensors.exp_avgs, tensors.exp_avg_sqs, tensors.steps)
     keep = 1.0 - lr * settings.weight_decay
-    return [
-        fused.adamw(*row, gate, lr=lr, betas=settings.betas, eps=settings.eps, keep=keep)
-        for row in zip(*columns, strict=True)
-    ]
+    squares: list[Tensor] = fused.adamw(columns, gate, lr=lr, betas=settings.betas, eps=settings.eps, keep=keep)
+    return squares
 
 
 def _plain_update(tensors: AdamWTensors, settings: AdamWSettings, gate: Tensor | None) -> list[Tensor]:
@@ -74,9 +72,9 @@ def _plain_update(tensors: AdamWTensors, settings: AdamWSettings, gate: Tensor |
     torch._foreach_add_(exp_avgs, gradients, alpha=1 - beta1)
     decay(exp_avg_sqs, beta2, gate)
     torch._foreach_addcmul_(exp_avg_sqs, gradients, gradients, value=1 - beta2)
-    steps = [step.clamp_min(1.0).double() for step in tensors.steps]  # 1 - b^t cancels in single precision
-    corrections1 = [1 - beta1**step for step in steps]
-    roots2 = [(1 - beta2**step).sqrt() for step in steps]
+    steps = torch.stack(list(tensors.steps)).clamp_min(1.0).double()  # 1 - b^t cancels in single precision
+    corrections1 = list((1 - beta1**steps).unbind())
+    roots2 = list((1 - beta2**steps).sqrt().unbind())
     denominators = torch._foreach_sqrt(exp_avg_sqs)
     torch._foreach_div_(denominators, roots2)
     torch._foreach_add_(denominators, settings.eps)

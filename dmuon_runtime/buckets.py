@@ -59,8 +59,9 @@ class Bucket:
         self.is_mine = self.is_sharded or plan.owner == transport.rank
         self.counts_here = self.is_mine and (not self.is_sharded or transport.replicate.rank == 0)
         """True on one rank for each element that is updated: replicas of a shard are counted once."""
-        self.gradient: Tensor | None = None
-        """Mean gradient over ranks since the last zero_grad, flat like ``master``; None before the first reduction."""
+        self._gradient: Tensor | None = None
+        self.gradient_parts: dict[int, Tensor] = {}
+        """Views of :attr:`gradient` by parameter, as they were asked for: a step asks several times."""
         self.publication = Publication(self)
         self.master, self.copy = self._take_weights()
         self.flat = torch.empty(plan.numel, dtype=DTYPE_NAMES[plan.param_dtype], device=transport.device)
@@ -71,6 +72,15 @@ class Bucket:
             torch._foreach_copy_(self._present, [parameter.detach() for parameter in self.parameters])
             self._show(self._present)
         self.free()
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """Mean gradient over ranks since the last zero_grad, flat like ``master``; None before the first reduction."""
+        return self._gradient
+
+    @gradient.setter
+    def gradient(self, value: Tensor | None) -> None:
+        self._gradient, self.gradient_parts = value, {}
 
     @torch.no_grad()
     def _take_weights(self) -> tuple[Tensor | None, Tensor | None]:

@@ -53,7 +53,8 @@ def matrix_shapes(shape: Sequence[int], view: str | None, split_rows: Sequence[i
 
 def matrix_blocks(tensor: Tensor, view: str | None, split_rows: Sequence[int]) -> list[Tensor]:
     """Return views of ``tensor`` (any shape), [..., rows, columns] for each entry of :func:`matrix_shapes`."""
-    viewed = tensor.view(_as_batch(tensor.shape, view))
+    batch = _as_batch(tensor.shape, view)
+    viewed = tensor if tensor.shape == batch else tensor.view(batch)
     viewed = viewed.mT if _is_transposed(view) else viewed
     return list(torch.split(viewed, list(split_rows), dim=-2)) if split_rows else [viewed]
 

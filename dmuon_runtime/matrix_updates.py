@@ -1,15 +1,15 @@
-"""The Muon route's part of one step: momentum, what goes to Newton-Schulz, decay and change, matrix by matrix.
+"""The Muon route's part of one step: momentum, what goes to Newton-Schulz, decay and change, round by round.
 
-A looked-ahead gradient is made when Newton-Schulz asks for it, and a result is applied as soon as its parameter is
-complete. Of all matrices that a rank owns only those of one round are held twice more; for a model of 3 billion
-parameters with one owner that is 16 GiB less than all of them at once.
+Looked-ahead gradients are made when Newton-Schulz asks for them, and a result is applied as soon as its parameter is
+complete, all of a round at once. Of all matrices that a rank owns only those of one round are held twice more; for a
+model of 3 billion parameters with one owner that is 16 GiB less than all of them at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, cast
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from dmuon_runtime.groups import learning_rate
 from dmuon_runtime.matrices import join_blocks, matrix_blocks
 from dmuon_runtime.pieces import Piece
-from dmuon_runtime.updates import apply_change, momentum_update
+from dmuon_runtime.updates import apply_changes, momentum_updates
 
 __all__ = ["SCALES", "MatrixUpdates", "Scale", "update_scale"]
 
@@ -49,6 +49,8 @@ class _Member:
     """Blocks that Newton-Schulz has not asked for yet; empty before the first and after the last."""
     results: dict[int, Tensor] = field(default_factory=dict)
     """By block, until there are all of them."""
+    squares: Tensor | None = None
+    """Sums of squares of the change before decay, once there is one."""
 
 
 class MatrixUpdates:
@@ -77,7 +79,6 @@ class MatrixUpdates:
         self._members: list[_Member] = []
         self._places: list[tuple[int, int]] = []
         """Member and block of each index."""
-        self._squares: dict[int, Tensor] = {}
         for number, (piece, buffer, group) in enumerate(members):
             blocks = _blocks(piece.gradient, piece)
             self.like += blocks
@@ -87,41 +88,70 @@ class MatrixUpdates:
     @property
     def squares(self) -> list[Tensor]:
         """Sums of squares of the changes before decay, in the order of the parameters."""
-        return [self._squares[number] for number in range(len(self._members))]
+        return [member.squares for member in self._members if member.squares is not None]
 
-    def load(self, index: int) -> Tensor:
-        """Return block ``index`` as Newton-Schulz takes it; the first one of a parameter updates its momentum.
+    def load(self, indices: Sequence[int]) -> list[Tensor]:
+        """Return blocks as Newton-Schulz takes them; the first one of a parameter updates its momentum.
 
         The blocks of a parameter are asked for once each.
         """
-        number, block = self._places[index]
-        member = self._members[number]
-        if not member.looked_ahead:
-            momentum = cast(float, member.group["momentum"])
-            ahead = momentum_update(member.buffer, member.piece.gradient, momentum, self._nesterov, self.gate)
-            member.looked_ahead = _blocks(ahead, member.piece)
-        return member.looked_ahead[block]
+        places = [self._places[index] for index in indices]
+        new = dict.fromkeys(number for number, _ in places if not self._members[number].looked_ahead)
+        for same in _by_group(self._members[number] for number in new):
+            buffers, gradients = [member.buffer for member in same], [member.piece.gradient for member in same]
+            momentum = cast(float, same[0].group["momentum"])
+            aheads = momentum_updates(buffers, gradients, momentum, self._nesterov, self.gate)
+            for member, ahead in zip(same, aheads, strict=True):
+                member.looked_ahead = _blocks(ahead, member.piece)
+        return [self._members[number].looked_ahead[block] for number, block in places]
 
     def apply(self, indices: Sequence[int], results: Sequence[Tensor]) -> None:
         """Take in what came back, and change the weights of every parameter that is complete with it."""
+        complete: list[_Member] = []
         for index, result in zip(indices, results, strict=True):
             number, block = self._places[index]
             member = self._members[number]
             member.results[block] = result
             self.orthogonalized[member.piece.plan.name] += math.prod(result.shape[:-2])
             if len(member.results) == member.num_blocks:
-                self._squares[number] = self._change(member)
+                complete.append(member)
+        for same in _by_group(complete):
+            self._change(same)
 
-    def _change(self, member: _Member) -> Tensor:
-        piece, lr = member.piece, learning_rate(member.group)
+    def _change(self, members: Sequence[_Member]) -> None:
+        """Change the weights of members of one group."""
+        weights: list[Tensor] = []
+        directions: list[Tensor] = []
+        scales: list[float] = []
+        for member in members:
+            direction, scale = self._direction(member)
+            weights.append(member.piece.master)
+            directions.append(direction)
+            scales.append(scale)
+        group = members[0].group
+        lr = learning_rate(group)
+        decay_rate = lr * cast(float, group["weight_decay"])
+        squares = apply_changes(weights, directions, scales, lr, decay_rate, self.gate)
+        for member, found in zip(members, squares, strict=True):
+            member.squares = found
+
+    def _direction(self, member: _Member) -> tuple[Tensor, float]:
+        """Return what came back for a parameter in its shape, and what is to be multiplied with it."""
         parts = [member.results[block] for block in range(member.num_blocks)]
         member.results, member.looked_ahead = {}, []
-        factors = [-lr * update_scale(self._scale, *part.shape[-2:]) for part in parts]
-        if len(parts) > 1:  # blocks of different shapes have factors of their own
-            parts, factors = [part * factor for part, factor in zip(parts, factors, strict=True)], [1.0]
-        direction = join_blocks(parts, piece.master.shape, piece.plan.matrix_view)
-        decay = lr * cast(float, member.group["weight_decay"])
-        return apply_change(piece.master, direction, factors[0], decay, self.gate)
+        scales = [update_scale(self._scale, *part.shape[-2:]) for part in parts]
+        scale = scales[0]
+        if len(set(scales)) > 1:  # blocks of different shapes have factors of their own
+            parts, scale = [part * factor for part, factor in zip(parts, scales, strict=True)], 1.0
+        return join_blocks(parts, member.piece.master.shape, member.piece.plan.matrix_view), scale
+
+
+def _by_group(members: Iterable[_Member]) -> list[list[_Member]]:
+    """Return members whose optimizer group is the same one."""
+    found: defaultdict[int, list[_Member]] = defaultdict(list)
+    for member in members:
+        found[id(member.group)].append(member)
+    return list(found.values())
 
 
 def _blocks(tensor: Tensor, piece: Piece) -> list[Tensor]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal, cast, overload
 
 import torch
@@ -155,7 +157,7 @@ class Muon(torch.optim.Optimizer):
             span.finish()
             PROGRESS.enter("publish")
             runtime.schedule.publish(present, wait=not self.replicate_async)
-            runtime.counters.add_owner_compute(span, sum(piece.plan.num_matrices for piece in pieces))
+            runtime.counters.add_owner_compute(span, sum(self._num_matrices[piece.index] for piece in pieces))
         runtime.schedule.end_step()
 
     def _non_finite_flags(self, pieces: Sequence[Piece]) -> Tensor:
@@ -164,11 +166,24 @@ class Muon(torch.optim.Optimizer):
         flags = torch.zeros(num_own + len(self.guests), device=self.runtime.transport.device)
         present = {num_own + i: guest for i, guest in enumerate(self.guests) if guest.has_gradient}
         gradients = [*(piece.gradient for piece in pieces), *(guest.gradient for guest in present.values())]
-        if gradients:
-            largest = [norm.float() for norm in torch._foreach_norm(gradients, float("inf"))]
+        if gradients and not self._host_sees_finite(pieces, present.values()):
+            largest = torch.stack(torch._foreach_norm(gradients, float("inf")))
             places = self._places((*(piece.index for piece in pieces), *present))
-            flags[places] = (~torch.isfinite(torch.stack(largest))).to(flags.dtype)
+            flags[places] = (~torch.isfinite(largest)).to(flags.dtype)
         return flags
+
+    @cached_property
+    def _num_matrices(self) -> dict[int, int]:
+        """Matrices of each piece, by the index of its parameter."""
+        return {piece.index: piece.plan.num_matrices for piece in self.pieces}
+
+    def _host_sees_finite(self, pieces: Iterable[Piece], guests: Iterable[Guest]) -> bool:
+        """Return True where a CPU knows at little cost that all gradients are finite: by the sum of each bucket."""
+        if self.runtime.transport.device.type != "cpu":
+            return False
+        buckets = {id(piece.bucket): piece.bucket.gradient for piece in pieces}
+        flat = [gradient for gradient in buckets.values() if gradient is not None]
+        return all(math.isfinite(float(g.sum())) for g in (*flat, *(guest.gradient for guest in guests)))
 
     def _places(self, key: tuple[int, ...]) -> Tensor:
         """Return indices as a tensor on the device; kept, because a copy from the host would synchronise."""
@@ -232,7 +247,7 @@ class Muon(torch.optim.Optimizer):
             yield from newton_schulz.each_round(updates.like, updates.load, self.ns_steps)
             return
         everything = range(len(updates.like))
-        matrices = [updates.load(index) for index in everything]
+        matrices = updates.load(everything)
         results, good = guarded_orthogonalize(newton_schulz, self.runtime.transport, matrices, self.ns_steps)
         if good is not None:
             updates.gate = good if updates.gate is None else updates.gate * good

@@ -17,7 +17,7 @@ from dmuon_runtime.coefficients import coefficients_for
 from dmuon_runtime.errors import GradientMismatch, SelectionError, SettingError
 from dmuon_runtime.matrix_updates import Scale, update_scale
 from dmuon_runtime.newton_schulz import NewtonSchulz
-from dmuon_runtime.updates import apply_change
+from dmuon_runtime.updates import apply_changes
 
 __all__ = ["MuonAdamW"]
 
@@ -270,11 +270,11 @@ class MuonAdamW(torch.optim.Optimizer):
         momenta = {name: self._next_momentum(name, gradient) for name, gradient in gradients.items()}
         ahead = [self._ahead(gradients[name], momenta[name]) for name in gradients]
         updates = self.newton_schulz.orthogonalize(ahead, settings.ns_steps)
-        for name, update in zip(gradients, updates, strict=True):
-            parameter = self._parameters[name]
-            self.state[parameter]["momentum_buffer"] = momenta[name]
-            factor = -rate * update_scale(settings.scale, *parameter.shape)
-            apply_change(parameter, update, factor, rate * settings.weight_decay, None)
+        parameters = [self._parameters[name] for name in gradients]
+        for parameter, momentum in zip(parameters, momenta.values(), strict=True):
+            self.state[parameter]["momentum_buffer"] = momentum
+        scales = [update_scale(settings.scale, *parameter.shape) for parameter in parameters]
+        apply_changes(parameters, updates, scales, rate, rate * settings.weight_decay, None)
 
     def _next_momentum(self, name: str, gradient: Tensor) -> Tensor:
         buffer = self.state.get(self._parameters[name], {}).get("momentum_buffer")

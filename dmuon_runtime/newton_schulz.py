@@ -235,13 +235,13 @@ class NewtonSchulz:
             ValueError: bad ``steps``, or tensors that are no floating matrices or an empty batch (all of them named).
         """
         results = list(matrices)
-        for members, done in self.each_round(matrices, matrices.__getitem__, steps):
+        for members, done in self.each_round(matrices, lambda indices: [matrices[index] for index in indices], steps):
             for index, result in zip(members, done, strict=True):
                 results[index] = result
         return results
 
     def each_round(
-        self, like: Sequence[Tensor], load: Callable[[int], Tensor], steps: int = 5
+        self, like: Sequence[Tensor], load: Callable[[Sequence[int]], list[Tensor]], steps: int = 5
     ) -> Iterator[tuple[list[int], list[Tensor]]]:
         """Orthogonalise round by round, so that no more than a round needs to be in memory at once.
 
@@ -250,7 +250,7 @@ class NewtonSchulz:
 
         Args:
             like: a tensor [..., m, n] of the shape, dtype and device of each matrix; its elements are not read.
-            load: returns matrix ``index``, once, when its round begins; it is not modified.
+            load: returns the matrices of a round when it begins, each once; they are not modified.
             steps: number of iterations.
 
         Yields:
@@ -264,9 +264,9 @@ class NewtonSchulz:
         shapes, dtypes, devices = [g.shape for g in like], [g.dtype for g in like], [g.device for g in like]
         empty = [index for index, shape in enumerate(shapes) if 0 in shape]
         if empty:
-            yield empty, [torch.zeros_like(load(index)) for index in empty]
+            yield empty, [torch.zeros_like(matrix) for matrix in load(empty)]
         for group, members in self._groups_of(shapes, dtypes, devices, steps):
-            yield members, self._run_watched(group, recipe, [load(index) for index in members])
+            yield members, self._run_watched(group, recipe, load(members))
 
     def fall_back(self, matrices: Sequence[Tensor], steps: int = 5) -> list[Tensor]:
         """As :meth:`orthogonalize`, with ``cublas`` for every matrix."""
@@ -371,8 +371,7 @@ class NewtonSchulz:
             key = (group, kernel, recipe, shapes, torch.are_deterministic_algorithms_enabled())
             captured = self._graph(key, group, recipe, shapes) if group.device.type == "cuda" else None
             stacks = captured.inputs if captured else [empty_stack(shape, group) for shape in shapes]
-            for same, stack in zip(members.values(), stacks, strict=True):
-                fill(stack, [tensors[index] for index in same])
+            fill(stacks, members, tensors)
             longs, q = recipe.run(group, stacks, self._choices.entries) if captured is None else captured.replay()
             return finish(longs, q, members, tensors, group.kernel)
 

@@ -41,8 +41,11 @@ class Piece:
     @property
     def gradient(self) -> Tensor:
         """The mean gradient over ranks; there is one when any rank had one."""
-        assert self.bucket.gradient is not None, f"{self.plan.name} has no reduced gradient"
-        return self.view(self.bucket.gradient)
+        part = self.bucket.gradient_parts.get(self.index)
+        if part is None:
+            assert self.bucket.gradient is not None, f"{self.plan.name} has no reduced gradient"
+            part = self.bucket.gradient_parts[self.index] = self.view(self.bucket.gradient)
+        return part
 
     def make_state(self) -> dict[str, Tensor]:
         """Return zeroed optimizer state in the policy's ``optim_dtype``."""

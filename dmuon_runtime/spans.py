@@ -42,7 +42,7 @@ class Work(Protocol):
 
 
 class Event(Protocol):
-    """The part of ``torch.cuda.Event`` that is used."""
+    """The part of ``torch.Event`` that is used."""
 
     def record(self) -> None:
         """Mark this point of the current stream."""
@@ -166,14 +166,16 @@ class DeviceSpan:
 
     @staticmethod
     def _record() -> Event:
-        event = cast(Event, torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+        """Mark this point of the current stream, by torch's own type: ``torch.cuda.Event`` takes the host 10 us."""
+        event = torch.Event(enable_timing=True)
         event.record()
-        return event
+        return cast(Event, event)
 
     def follow(self, work: Work) -> None:
         """Record the end on a side stream that waits for the communicator's stream."""
+        assert self._probe is not None, "one for each communicator"
         self._waiting = True
-        with torch.cuda.stream(self._probe):
+        with self._probe:  # in C++, unlike torch.cuda.stream
             work.wait()
             self.end = self._record()
 

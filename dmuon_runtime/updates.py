@@ -1,4 +1,4 @@
-"""The element-wise passes of an update on one tensor: fused Triton kernels on CUDA, plain torch elsewhere.
+"""The element-wise passes of an update on many tensors: one Triton kernel for all on CUDA, plain torch elsewhere.
 
 The gate, where there is one, is a 0-dim float tensor on the device: 1 applies the update, 0 leaves every bit of weights
 and state as it was, without the host knowing which.
@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
 from types import ModuleType
+from typing import Final
 
 import torch
 from torch import Tensor
 
-__all__ = ["apply_change", "decay", "fused_for", "gated_factor", "momentum_update"]
+from dmuon_runtime._tables import DTYPES
+
+__all__ = ["apply_changes", "decay", "fused_for", "gated_factor", "momentum_updates"]
+
+CACHED_ELEMENTS: Final = 2**17
+"""1.5 MiB of the three tensors of an operation in float32: about what a core has of second-level cache."""
 
 
 @lru_cache(maxsize=1)
@@ -29,7 +36,7 @@ def _fused() -> ModuleType | None:
 def fused_for(tensors: Iterable[Tensor]) -> ModuleType | None:
     """Return the fused kernels where they can take ``tensors``: on CUDA, contiguous, of at most 32 bits."""
     for tensor in tensors:
-        if tensor.device.type != "cuda" or tensor.dtype == torch.float64 or not tensor.is_contiguous():
+        if tensor.device.type != "cuda" or tensor.dtype not in DTYPES or not tensor.is_contiguous():
             return None
     return _fused()
 
@@ -48,48 +55,95 @@ def decay(state: list[Tensor], factor: float | Tensor, gate: Tensor | None) -> N
     torch._foreach_mul_(state, factor if gate is None else gated_factor(factor, gate, state[0].dtype))
 
 
-def momentum_update(buffer: Tensor, gradient: Tensor, momentum: float, nesterov: bool, gate: Tensor | None) -> Tensor:
-    """Update ``m <- mu m + g`` and return what is orthogonalised: ``g + mu m`` (nesterov) or ``m`` itself.
+def momentum_updates(
+    buffers: Sequence[Tensor], gradients: Sequence[Tensor], momentum: float, nesterov: bool, gate: Tensor | None
+) -> list[Tensor]:
+    """Update each ``m <- mu m + g``; return what is orthogonalised: each ``g + mu m`` (nesterov) or ``m`` itself.
 
     Args:
-        buffer: m, any shape and floating dtype; changed in place.
-        gradient: g, of the same shape.
+        buffers: m, any shapes and floating dtypes; changed in place.
+        gradients: g, of the same shapes.
     """
-    fused = fused_for((buffer, gradient))
+    fused = fused_for(chain(buffers, gradients))
     if fused is not None:
-        ahead: Tensor = fused.momentum(buffer, gradient, momentum, nesterov, gate)
-        return ahead
-    if gate is None:
-        buffer.mul_(momentum).add_(gradient)
-    else:
-        gradient = torch.where(gate > 0, gradient, 0.0)
-        buffer.mul_(gated_factor(momentum, gate, buffer.dtype)).add_(gradient)
-    return gradient.add(buffer, alpha=momentum) if nesterov else buffer
+        aheads: list[Tensor] = fused.momentum(buffers, gradients, momentum, nesterov, gate)
+        return aheads
+    looked_ahead: list[Tensor] = []
+    for run in _runs(buffers, gradients):
+        looked_ahead += _plain_momentum(buffers[run], gradients[run], momentum, nesterov, gate)
+    return looked_ahead
 
 
-def apply_change(
-    weight: Tensor, direction: Tensor, factor: float | Tensor, decay_rate: float | Tensor, gate: Tensor | None
-) -> Tensor:
-    """Do ``w <- (1 - decay_rate) w + factor direction`` in place; return sums of squares of the change before decay.
+def _plain_momentum(
+    buffers: Sequence[Tensor], gradients: Sequence[Tensor], momentum: float, nesterov: bool, gate: Tensor | None
+) -> list[Tensor]:
+    kept, added = list(buffers), list(gradients)
+    if gate is not None:
+        added = [torch.where(gate > 0, gradient, 0.0) for gradient in added]
+    decay(kept, momentum, gate)
+    torch._foreach_add_(kept, added)
+    return list(torch._foreach_add(added, kept, alpha=momentum)) if nesterov else kept
+
+
+def apply_changes(
+    weights: Sequence[Tensor],
+    directions: Sequence[Tensor],
+    scales: Sequence[float],
+    lr: float | Tensor,
+    decay_rate: float | Tensor,
+    gate: Tensor | None,
+) -> list[Tensor]:
+    """Do each ``w <- (1 - decay_rate) w - lr scale direction``; return sums of squares of the changes before decay.
 
     Args:
-        weight: w, any shape and floating dtype.
-        direction: of the same shape.
-        factor: minus the learning rate, times a scale.
+        weights: w, any shapes and floating dtypes; changed in place.
+        directions: of the same shapes.
+        scales: one for each weight.
+        lr: learning rate; it and ``decay_rate`` may be 0-dim tensors on the device of the weights.
         decay_rate: learning rate times weight decay.
 
     Returns:
-        Sums over parts of the tensor, any shape; their sum is that of the whole change.
+        For each weight sums over parts of it, any shape; their sum is that of the whole change.
     """
-    fused = fused_for((weight, direction))
-    if fused is not None and not isinstance(factor, Tensor) and not isinstance(decay_rate, Tensor):
-        squares: Tensor = fused.apply_change(weight, direction, factor, 1.0 - decay_rate, gate)
+    fused = fused_for(chain(weights, directions))
+    if fused is not None and not isinstance(lr, Tensor) and not isinstance(decay_rate, Tensor):
+        squares: list[Tensor] = fused.apply_changes(weights, directions, scales, -lr, 1.0 - decay_rate, gate)
         return squares
-    change = direction * factor
+    found: list[Tensor] = []
+    for run in _runs(weights, directions):
+        found += _plain_change(weights[run], directions[run], scales[run], lr, decay_rate, gate)
+    return found
+
+
+def _plain_change(
+    weights: Sequence[Tensor],
+    directions: Sequence[Tensor],
+    scales: Sequence[float],
+    lr: float | Tensor,
+    decay_rate: float | Tensor,
+    gate: Tensor | None,
+) -> list[Tensor]:
+    if isinstance(lr, Tensor):
+        changes = list(torch._foreach_mul(list(directions), list(scales)))
+        torch._foreach_mul_(changes, -lr)
+    else:
+        changes = list(torch._foreach_mul(list(directions), [-lr * scale for scale in scales]))
     if gate is not None:
-        change = torch.where(gate > 0, change, 0.0)
+        changes = [torch.where(gate > 0, change, 0.0) for change in changes]
     if isinstance(decay_rate, Tensor) or decay_rate != 0.0:
-        decay([weight], 1.0 - decay_rate, gate)
-    weight.add_(change.to(weight.dtype))
-    norm: Tensor = torch.linalg.vector_norm(change)
-    return norm.double().square()
+        decay(list(weights), 1.0 - decay_rate, gate)
+    torch._foreach_add_(list(weights), [c.to(w.dtype) for w, c in zip(weights, changes, strict=True)])
+    return list(torch.stack(torch._foreach_norm(changes)).double().square().unbind())
+
+
+def _runs(first: Sequence[Tensor], second: Sequence[Tensor]) -> Iterator[slice]:
+    """Cut two lists into runs of equal dtypes that a CPU's cache holds: small tensors together, large ones alone."""
+    begin, elements, kind = 0, 0, None
+    for index, (one, other) in enumerate(zip(first, second, strict=True)):
+        size, of = one.numel(), (one.dtype, other.dtype, one.device)
+        if index > begin and (of != kind or elements + size > CACHED_ELEMENTS):
+            yield slice(begin, index)
+            begin, elements = index, 0
+        elements, kind = elements + size, of
+    if first:
+        yield slice(begin, len(first))

@@ -20,7 +20,7 @@ def decide_device(spec: JobSpec, local_index: int) -> torch.device:
         local_index: which of the GPUs that this process sees.
 
     Raises:
-        RuntimeError: GPUs are asked for and this process sees none.
+        RuntimeError: GPUs are asked for and this process sees none, or none is left for this index.
     """
     if spec.resources.gpus_per_worker <= 0:
         return torch.device("cpu")
@@ -29,7 +29,13 @@ def decide_device(spec: JobSpec, local_index: int) -> torch.device:
             f"the job asks for {spec.resources.gpus_per_worker:g} GPUs a worker, but this process sees none; set "
             "/resources/gpus_per_worker to 0, or install torch for CUDA on the workers"
         )
-    return torch.device("cuda", local_index % torch.cuda.device_count())
+    number = torch.cuda.device_count()
+    if local_index >= number and spec.resources.gpus_per_worker >= 1:
+        raise RuntimeError(
+            f"each worker asks for a GPU of its own, but this machine has {number} and this is worker {local_index}, "
+            "counted from 0; lower /mesh, or set /resources/gpus_per_worker below 1 to share one"
+        )
+    return torch.device("cuda", local_index % number)
 
 
 def gpu_model(driver: Path = _DRIVER) -> str | None:

@@ -58,7 +58,7 @@ class SampledNewtonSchulz(NewtonSchulz):
     last_error: float | None = None
 
     def each_round(
-        self, like: Sequence[Tensor], load: Callable[[int], Tensor], steps: int = 5
+        self, like: Sequence[Tensor], load: Callable[[Sequence[int]], list[Tensor]], steps: int = 5
     ) -> Iterator[tuple[list[int], list[Tensor]]]:
         """As in the base class; after ``sample_next`` was set, the result for the smallest matrix is measured once."""
         chosen = None

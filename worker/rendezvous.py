@@ -32,10 +32,15 @@ def join_group(
 ) -> None:
     """Form the default process group, and wait until every rank has joined it.
 
+    ``device`` becomes the current one, which NCCL and the runtime take. The group is bound to none: of one that is,
+    torch 2.11 splits the groups of a mesh off, and crashes where the group has gloo beside NCCL.
+
     Raises:
         TimeoutError: with the ranks that are missing after ``join_timeout_s``.
     """
     _await_ranks(store, rank, world_size, join_timeout_s)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(
         backend,
@@ -43,7 +48,6 @@ def join_group(
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" else None,
     )
 
 

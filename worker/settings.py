@@ -1,4 +1,4 @@
-"""Settings of a worker process: all that is not in the job spec. The only module here that reads the environment."""
+"""Settings of a worker process: all that is not in the job spec. The only module here that touches the environment."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["WorkerSettings", "read_settings"]
+__all__ = ["WorkerSettings", "read_settings", "share_gpu"]
 
 
 def _default_cache() -> Path:
@@ -34,11 +34,8 @@ class WorkerSettings:
     """Reports of a rank that wait to be sent; more are dropped, oldest first, and counted."""
     orthogonality_every_steps: int = 25
     """Steps between two samples of the orthogonality of an update."""
-    prepare_kernels: bool = False
-    """Measure and compile Newton-Schulz on a GPU before the first step instead of in it; ``DMUON_PREPARE_KERNELS=1``.
-
-    Off until the whole of it has been run on GPUs of each kind that a service has.
-    """
+    prepare_kernels: bool = True
+    """On a GPU, measure and compile Newton-Schulz before the first step; ``DMUON_PREPARE_KERNELS=0``: in it."""
 
 
 def read_settings() -> WorkerSettings:
@@ -47,5 +44,14 @@ def read_settings() -> WorkerSettings:
     return WorkerSettings(
         cache_directory=Path(cache) if cache else _default_cache(),
         data_directory=Path(data) if data else _default_data(),
-        prepare_kernels=os.environ.get("DMUON_PREPARE_KERNELS") == "1",
+        prepare_kernels=os.environ.get("DMUON_PREPARE_KERNELS") != "0",
     )
+
+
+def share_gpu(rank: int) -> None:
+    """Let this rank be one of an NCCL group with others on the same GPU; call it before the group is formed.
+
+    NCCL refuses two ranks on one device of one host, so each calls itself a host of its own, and all talk over the
+    network interface. An operator's own ``NCCL_HOSTID`` stays.
+    """
+    os.environ.setdefault("NCCL_HOSTID", f"rank-{rank}")

@@ -43,6 +43,7 @@ from worker.report import Reporter, StepFacts, differences
 from worker.schedule import lr_ratio
 from worker.seat import Phase, Rank, tell
 from worker.seeds import seed_step
+from worker.settings import share_gpu
 
 __all__ = ["Outcome", "Phase", "PlanDisagreement", "Rank", "train"]
 
@@ -71,6 +72,8 @@ def train(rank: Rank) -> Outcome:
         dmuon_runtime.DMuonError: the runtime refused a step.
     """
     try:
+        if 0 < rank.spec.resources.gpus_per_worker < 1:
+            share_gpu(rank.rank)
         join_group(
             rank.store, rank.rank, rank.spec.world_size, rank.device,
             join_timeout_s=rank.settings.join_timeout_s, timeout_s=rank.settings.collective_timeout_s,

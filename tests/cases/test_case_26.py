@@ -12,6 +12,7 @@ from benchmarks.ns_accuracy import Emulated
 from dmuon_runtime import POLAR_EXPRESS_COEFFICIENTS, newton_schulz
 from dmuon_runtime._elementwise import normalized
 from dmuon_runtime._ns_iterations import gram_iteration
+from dmuon_runtime.newton_schulz import default_restarts
 
 
 def outer_product() -> torch.Tensor:
@@ -34,7 +35,8 @@ def test_equal_input_gives_equal_bits(dtype: torch.dtype) -> None:
 def second_value(dtype: torch.dtype) -> float:
     """Second singular value after iterating the outer product in ``dtype``."""
     kernel = Emulated(dtype)
-    longs, q = gram_iteration([kernel.round(normalized(outer_product()))], POLAR_EXPRESS_COEFFICIENTS, (3,), kernel)
+    given, restarts = kernel.round(normalized(outer_product())), default_restarts(5)
+    longs, q = gram_iteration([given], POLAR_EXPRESS_COEFFICIENTS, restarts, kernel)
     return float(torch.linalg.svdvals(kernel.rectangular(*longs[0].operands(q))[0])[1])
 
 

@@ -12,19 +12,20 @@ def _elementwise() -> None:
     for shape in ((1, 3, 5), (2, 129, 257), (1, 1, 70_001)):
         g = torch.randn(shape, device="cuda")
         out = torch.empty(shape, device="cuda", dtype=torch.float16)
-        _elementwise_triton.normalize(g, out)
+        _elementwise_triton.normalize([g, g], [out, torch.empty_like(out)])
         _elementwise_triton.cast(out, torch.bfloat16)
         _elementwise_triton.add_identity(torch.randn(shape[0], shape[1], shape[1], device="cuda"), 0.5)
 
 
 def _updates() -> None:
-    for size in (1, 4095, 4097, 70_001):
-        w, g, m, v = (torch.randn(size + 1, device="cuda")[1:].abs() for _ in range(4))
+    sizes = (1, 4095, 4096, 4097, 70_001)
+    for offset in (0, 1):  # on and off alignment
+        w, g, m, v = ([torch.randn(size + offset, device="cuda")[offset:].abs() for size in sizes] for _ in range(4))
+        steps = [torch.ones((), device="cuda") for _ in sizes]
         for gate in (None, torch.zeros((), device="cuda"), torch.ones((), device="cuda")):
             _updates_triton.momentum(m, g, 0.9, True, gate)
-            _updates_triton.apply_change(w, g, -0.1, 0.99, gate)
-            step = torch.ones((), device="cuda")
-            _updates_triton.adamw(w, g, m, v, step, gate, lr=0.1, betas=(0.9, 0.99), eps=1e-8, keep=0.99)
+            _updates_triton.apply_changes(w, g, [1.0] * len(sizes), -0.1, 0.99, gate)
+            _updates_triton.adamw((w, g, m, v, steps), gate, lr=0.1, betas=(0.9, 0.99), eps=1e-8, keep=0.99)
 
 
 def _symmetric() -> None:

@@ -48,7 +48,7 @@ def test_rounds_are_all_at_once_bit_by_bit(gate: float | None, monkeypatch: pyte
     whole, cut = _members(), _members()
     at_once, by_rounds = _updates(whole, closed), _updates(cut, closed)
     everything = range(len(at_once.like))
-    at_once.apply(everything, ns.orthogonalize([at_once.load(index) for index in everything]))
+    at_once.apply(everything, ns.orthogonalize(at_once.load(everything)))
     asked = []
     for indices, results in ns.each_round(by_rounds.like, by_rounds.load):
         asked.append(len(indices))
@@ -66,11 +66,11 @@ def test_no_more_than_a_round_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     updates = _updates([member for member in _members() if member[0].plan.name != "fused"])
     seen: list[weakref.ref[Tensor]] = []
 
-    def load(index: int) -> Tensor:
+    def load(indices: Sequence[int]) -> list[Tensor]:
         assert sum(ref() is not None for ref in seen) <= 1, "the round before has been let go"
-        matrix = updates.load(index)
-        seen.append(weakref.ref(matrix))
-        return matrix
+        matrices = updates.load(indices)
+        seen.extend(weakref.ref(matrix) for matrix in matrices)
+        return matrices
 
     for indices, results in NewtonSchulz(kernel="cublas").each_round(updates.like, load):
         updates.apply(indices, results)

@@ -188,7 +188,7 @@ def test_elements_of_float16_up_to_its_largest() -> None:
     ns = NewtonSchulz()
     assert g.float().norm() > torch.finfo(torch.float16).max
     expected = reference(g, ns)
-    assert (ns(g).double() - expected).norm() / expected.norm() < 0.004
+    assert (ns(g).double() - expected).norm() / expected.norm() < 0.008
 
 
 def test_rank_one_stays_rank_one() -> None:
@@ -340,10 +340,14 @@ class _Waits(Blocked):
 
 def test_what_cannot_be_captured_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
     g, stream = matrices((2, 512, 1024)), torch.cuda.current_stream()
+    torch.manual_seed(1)
+    expected_random = torch.rand(8, device="cuda")
+    torch.manual_seed(1)
     with registered_kernel(_Waits()):
         ns = NewtonSchulz(kernel="waits")
         results = [ns(g) for _ in range(4)]
         assert torch.cuda.current_stream() == stream
+    assert torch.equal(torch.rand(8, device="cuda"), expected_random), "dropout goes on, with the same numbers"
     assert all(torch.equal(result, results[0]) for result in results)
     assert (len(ns._graphs), ns._graphs.num_refused) == (0, 1)
     assert ["without a CUDA graph" in record.getMessage() for record in caplog.records].count(True) == 1

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dmuon_runtime import _ns_graphs
 from dmuon_runtime._ns_graphs import MAX_SEEN, Captured, GraphCache
 from dmuon_runtime._ns_groups import Group, Recipe
 from dmuon_runtime._ns_iterations import Long
@@ -93,10 +94,12 @@ class _Cuda:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, breaks: Exception | None = None, dead: Exception | None = None):
         self.breaks, self.dead = breaks, dead
         self.stream, self.pools, self.recording, self.released = "default", 0, set[int](), list[int]()
+        self.freed: list[torch.device] = []
         names = ("device", "current_stream", "stream", "graph", "graph_pool_handle", "synchronize")
         for name in names:
             monkeypatch.setattr(torch.cuda, name, getattr(self, f"_{name}", lambda *args: nullcontext()))
         monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+        monkeypatch.setattr(_ns_graphs, "_free_generator", self.freed.append)
         monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self._end, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda _, pool: self.released.append(pool), raising=False)
@@ -166,6 +169,7 @@ def test_a_capture_that_fails_leaves_nothing_behind(
     assert record.getMessage().endswith(f"capturing failed: {cause}"), "once for a cause"
     assert (cache.num_refused, len(cache), LEDGER.snapshot()) == (2, 0, before)
     assert len(cuda.released) == (0 if ends else 2), "torch has let go, or we do"
+    assert cuda.freed == [CPU, CPU]
     cuda.breaks = None
     assert cache.capture("c", inputs, _work) is cache.find("c") is not None, "others are captured as before"
     assert LEDGER.snapshot() == before, "a capture launches nothing"

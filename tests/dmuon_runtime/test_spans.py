@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -39,6 +39,19 @@ class Mark:
         return end_event.at_ms - self.at_ms
 
 
+class Probe:
+    """A side stream: what waits on it does not hold the current one up."""
+
+    def __init__(self, device: Device) -> None:
+        self._device, self._before_ms = device, device.now_ms
+
+    def __enter__(self) -> None:
+        self._before_ms = self._device.now_ms
+
+    def __exit__(self, *_: object) -> None:
+        self._device.now_ms = self._before_ms
+
+
 class Collective:
     """Ends at ``end_ms``: whoever waits for it on a stream goes on there or later."""
 
@@ -55,19 +68,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device()
     monkeypatch.setattr(DeviceSpan, "_record", lambda _self: Mark(device))
 
-    @contextlib.contextmanager
-    def beside(_stream: object) -> Iterator[None]:
-        before = device.now_ms
-        yield
-        device.now_ms = before  # the side stream waited, not the current one
-
-    monkeypatch.setattr(torch.cuda, "stream", beside)
     return device
 
 
 def collective(device: Device, start_ms: float, end_ms: float, previous: Event | None = None) -> DeviceSpan:
     device.now_ms = start_ms
-    span = DeviceSpan(previous=previous)
+    span = DeviceSpan(cast(torch.cuda.Stream, Probe(device)), previous)
     span.follow(Collective(device, end_ms))  # type: ignore[arg-type]
     return span
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from dmuon_runtime import adamw, updates
+from dmuon_runtime._elementwise import normalize_into
 from dmuon_runtime.adamw import AdamWSettings, AdamWTensors, adamw_update
-from dmuon_runtime.updates import apply_change, momentum_update
+from dmuon_runtime.matrix_updates import MatrixUpdates
+from dmuon_runtime.newton_schulz import NewtonSchulz
+from dmuon_runtime.updates import apply_changes, momentum_updates
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -43,34 +52,130 @@ def _close(found: Tensor, expected: Tensor, state: torch.dtype) -> None:
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_momentum(dtype: torch.dtype, nesterov: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    cases = [(_random(size, dtype), _random(size), gate) for size in SIZES for gate in _gates()]
-    mine = [buffer.clone() for buffer, _, _ in cases]
-    found = [momentum_update(m, g, 0.95, nesterov, gate) for m, (_, g, gate) in zip(mine, cases, strict=True)]
+    cases = [([_random(size, dtype) for size in SIZES], [_random(size) for size in SIZES]) for _ in _gates()]
+    mine = [[x.clone() for x in buffers] for buffers, _ in cases]
+    found = [
+        momentum_updates(buffers, gradients, 0.95, nesterov, gate)
+        for buffers, (_, gradients), gate in zip(mine, cases, _gates(), strict=True)
+    ]
     _plain(monkeypatch)
-    for (buffer, gradient, gate), after, ahead in zip(cases, mine, found, strict=True):
-        before = buffer.clone()
-        expected = momentum_update(buffer, gradient, 0.95, nesterov, gate)
-        assert ahead.dtype == expected.dtype and (nesterov or ahead is after)
-        _close(after, buffer, dtype)
-        _close(ahead, expected, dtype)
-        if gate is not None and gate == 0:
-            assert torch.equal(after, before)
+    for (buffers, gradients), after, aheads, gate in zip(cases, mine, found, _gates(), strict=True):
+        before = [x.clone() for x in buffers]
+        expected = momentum_updates(buffers, gradients, 0.95, nesterov, gate)
+        for start, plain, fused, ahead, other in zip(before, buffers, after, aheads, expected, strict=True):
+            assert ahead.dtype == other.dtype and (nesterov or ahead is fused)
+            _close(fused, plain, dtype)
+            _close(ahead, other, dtype)
+            assert gate is None or gate > 0 or torch.equal(fused, start)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_apply_change(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_apply_changes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(1)
-    cases = [(_random(size, dtype), _random(size), gate) for size in SIZES for gate in _gates()]
-    mine = [weight.clone() for weight, _, _ in cases]
-    found = [apply_change(w, d, -0.02, 1e-3, gate) for w, (_, d, gate) in zip(mine, cases, strict=True)]
+    scales = [0.2 * (1 + place) for place in range(len(SIZES))]
+    cases = [([_random(size, dtype) for size in SIZES], [_random(size) for size in SIZES]) for _ in _gates()]
+    mine = [[x.clone() for x in weights] for weights, _ in cases]
+    found = [
+        apply_changes(weights, directions, scales, 0.02, 1e-3, gate)
+        for weights, (_, directions), gate in zip(mine, cases, _gates(), strict=True)
+    ]
     _plain(monkeypatch)
-    for (weight, direction, gate), after, squares in zip(cases, mine, found, strict=True):
-        before = weight.clone()
-        expected = apply_change(weight, direction, -0.02, 1e-3, gate)
-        _close(after, weight, dtype)
-        torch.testing.assert_close(squares.double().sum(), expected, rtol=1e-5, atol=0)
-        if gate is not None and gate == 0:
-            assert torch.equal(after, before) and squares.sum() == 0
+    for (weights, directions), after, sums, gate in zip(cases, mine, found, _gates(), strict=True):
+        before = [x.clone() for x in weights]
+        expected = apply_changes(weights, directions, scales, 0.02, 1e-3, gate)
+        for start, plain, fused, squares, other in zip(before, weights, after, sums, expected, strict=True):
+            _close(fused, plain, dtype)
+            torch.testing.assert_close(squares.double().sum(), other, rtol=1e-5, atol=0)
+            assert gate is None or gate > 0 or (torch.equal(fused, start) and squares.sum() == 0)
+
+
+def _launched(call: Callable[[], object]) -> list[str]:
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+        call()
+        torch.cuda.synchronize()
+    return [e.name for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+
+
+def test_one_launch_does_many_tensors_and_nobody_waits() -> None:
+    """Aligned ones and others are a launch each; a table is copied to the device only where an address is new."""
+    torch.manual_seed(4)
+    aligned, odd = ([_random(size, offset=offset) for size in (64, 4096, 12_288)] for offset in (0, 1))
+    tensors = [x for pair in zip(aligned, odd, strict=True) for x in pair]
+    gate, others = torch.ones((), device="cuda"), [x.clone() for x in tensors]
+    directions = [torch.randn_like(x) for x in tensors]
+
+    def both() -> None:
+        momentum_updates(others, tensors, 0.9, False, gate)
+        apply_changes(tensors, directions, [1.0] * len(tensors), 0.1, 0.01, gate)
+
+    both()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        both()
+        momentum_updates([x.clone() for x in tensors], others, 0.9, True, gate)  # new addresses
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    names = _launched(both)
+    assert sorted(names) == ["_apply_change"] * 2 + ["_momentum"] * 2, names
+
+
+def _update(members: list[Any], newton_schulz: NewtonSchulz) -> None:
+    """What ``Muon`` does with the matrices of a step."""
+    gate = torch.ones((), device="cuda")
+    updates = MatrixUpdates(members, nesterov=True, scale="match_rms_adamw", gate=gate)
+    for indices, results in newton_schulz.each_round(updates.like, updates.load):
+        updates.apply(indices, results)
+
+
+def _members(number: int) -> list[Any]:
+    """Matrices of two sizes with equal short sides: a round, in two stacks."""
+    group = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1}
+    found: list[Any] = []
+    for index in range(number):
+        plan = SimpleNamespace(name=f"{index}", matrix_view=None, split_rows=())
+        weight, gradient, buffer = (torch.randn(128, (384, 512)[index % 2], device="cuda") for _ in range(3))
+        found.append((SimpleNamespace(plan=plan, master=weight, gradient=gradient), buffer, group))
+    return found
+
+
+def test_launches_of_an_update_do_not_grow_with_its_matrices() -> None:
+    """Captured and replayed: a copy of a table is a launch too, but one for all matrices."""
+    found: dict[int, Counter[str]] = {}
+    for number in (4, 40):
+        members, ns = _members(number), NewtonSchulz(kernel="cublas")
+        for _ in range(3):
+            _update(members, ns)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            _update(members, ns)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found[number] = Counter(_launched(lambda members=members, ns=ns: _update(members, ns)))
+        own = {name: times for name, times in found[number].items() if name.startswith("_")}
+        assert own == {"_momentum": 1, "_partials": 1, "_divide": 1, "_apply_change": 1, "_add_identity": 2}, own
+    few, many = (counts.total() for counts in found.values())
+    assert many <= few + 8, (found[4], found[40])  # cuBLAS may cut a product along its inner dim, in a second launch
+
+
+def test_a_round_at_once_is_matrix_by_matrix() -> None:
+    """The passes of one launch for all do the bits of a launch for each."""
+    together = _members(6)
+    apart = copy.deepcopy(together)
+    gate = torch.ones((), device="cuda")
+    ahead = momentum_updates([m for _, m, _ in together], [p.gradient for p, _, _ in together], 0.9, True, gate)
+    stacks = [torch.empty(1, *x.shape, dtype=torch.float16, device="cuda") for x in ahead]
+    normalize_into(ahead, stacks)
+    apply_changes([p.master for p, _, _ in together], ahead, [0.5] * 6, 0.1, 0.01, gate)
+    for (piece, buffer, _), (other, momentum, _), matrix, stack in zip(together, apart, ahead, stacks, strict=True):
+        [one] = momentum_updates([momentum], [other.gradient], 0.9, True, gate)
+        alone = torch.empty_like(stack)
+        normalize_into([one], [alone])
+        apply_changes([other.master], [one], [0.5], 0.1, 0.01, gate)
+        pairs = ((buffer, momentum), (matrix, one), (stack, alone), (piece.master, other.master))
+        assert all(torch.equal(x, y) for x, y in pairs)
 
 
 def _tensors(state: torch.dtype) -> AdamWTensors:
@@ -133,9 +238,9 @@ def test_a_closed_gate_keeps_nan_out() -> None:
     adamw_update(tensors, AdamWSettings(1e-3, (0.9, 0.99), 1e-8, 0.1), gate)
     assert all(torch.equal(a, b) for a, b in zip(tensors.weights, kept.weights, strict=True))
     weight = torch.ones(5000, device="cuda")
-    assert apply_change(weight, nan, -1.0, 0.1, gate).sum() == 0
+    assert apply_changes([weight], [nan], [1.0], 1.0, 0.1, gate)[0].sum() == 0
     buffer = torch.ones(5000, device="cuda")
-    assert torch.isfinite(momentum_update(buffer, nan, 0.9, True, gate)).all()
+    assert torch.isfinite(momentum_updates([buffer], [nan], 0.9, True, gate)[0]).all()
     assert torch.equal(weight, torch.ones_like(weight)) and torch.equal(buffer, torch.ones_like(buffer))
 
 

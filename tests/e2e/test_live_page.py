@@ -89,6 +89,16 @@ def opened_by_itself(page: Page, kernel: str, job_id: str) -> Iterator[None]:
         page.unroute_all(behavior="wait")  # an answer on its way must not be answered twice
 
 
+def brightness(page: Page) -> float:
+    """Of the page behind the text, 0 to 255; NaN where one could not read the text on it."""
+    found: float = page.evaluate(
+        "() => { const of = c => c.match(/[0-9.]+/g).slice(0, 3).reduce((sum, part) => sum + Number(part), 0) / 3;"
+        " const { backgroundColor: behind, color } = getComputedStyle(document.body);"
+        " return Math.abs(of(color) - of(behind)) > 120 ? of(behind) : NaN; }"
+    )
+    return found
+
+
 def wide(page: Page) -> int:
     """How much wider than the window the document is."""
     found: int = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
@@ -186,7 +196,10 @@ def test_watch_a_job_trip_its_kernel_swap_it_and_cancel(service: OwnService, tmp
         expect(page.locator('[data-kernel="blocked"]')).to_contain_text("a trial in the browser")
         expect(page.locator('#events [data-kind="kernel_changed"]')).to_have_count(1)
         assert str(client.breaker("blocked").jobs[job.id]) == "forced_open"
+        assert brightness(page) > 200
         page.emulate_media(color_scheme="dark")
+        expect(page.locator("html")).to_have_attribute("data-theme", "dark")
+        assert brightness(page) < 50
         page.screenshot(path=tmp_path / "live-dark.png", full_page=True)
         press(page, "Reset blocked")
         say(page, "the trial is over")

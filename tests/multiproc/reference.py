@@ -31,11 +31,11 @@ class PolarNewtonSchulz(NewtonSchulz):
     """A stand-in in float64, so that equality with the reference tests the runtime and not rounding."""
 
     def each_round(
-        self, like: Sequence[Tensor], load: Callable[[int], Tensor], steps: int = 5
+        self, like: Sequence[Tensor], load: Callable[[Sequence[int]], list[Tensor]], steps: int = 5
     ) -> Iterator[tuple[list[int], list[Tensor]]]:
         """Yield the iterate of each [..., m, n], a round for each."""
         for index in range(len(like)):
-            matrix = load(index)
+            [matrix] = load([index])
             yield [index], [_quintic(matrix, steps).to(matrix.dtype)]
 
 

@@ -99,7 +99,7 @@ def _no_synchronisation_in(setting: Setting) -> None:
     assert counted.pending_spans == 0
     assert counted.owner_compute_seconds > 0
     if dist.get_world_size() > 1:
-        assert all(item.seconds > 0 and item.exposed_seconds <= 10 for item in counted.comm.values())
+        assert all(0 <= item.exposed_seconds <= item.seconds > 0 for item in counted.comm.values())
         print({key: (item.seconds, item.exposed_seconds) for key, item in counted.comm.items()})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -226,6 +227,24 @@ def non_finite_laws(setting: Setting = TWO) -> None:
             run.optimizer.zero_grad()
 
     hold_to_reference(_one, replace(setting, max_norm=0.5), loop=loop)
+    _finite_law(setting)
+
+
+def _finite_law(setting: Setting) -> None:
+    """Gradients whose sum overflows are finite all the same, and each call for them sees the gradient that is there."""
+    run = dedicate(make(), setting)
+    for fraction in (0.25, 0.125):
+        _one(run.model, 0, dist.get_rank())
+        dmuon.clip_grad_norm_(run.optimizer, math.inf)  # reduces
+        for piece in run.optimizer.pieces:
+            piece.gradient.fill_(torch.finfo(piece.gradient.dtype).max * fraction)
+            assert piece.bucket.gradient is not None
+            assert piece.gradient.data_ptr() == piece.view(piece.bucket.gradient).data_ptr()
+        run.optimizer.step()
+        assert run.optimizer.last_step is not None
+        assert not run.optimizer.last_step.skipped
+        run.optimizer.zero_grad()
+        assert not any(piece.bucket.gradient_parts for piece in run.optimizer.pieces), "they would keep the memory"
 
 
 def test_clearing_and_non_finite() -> None:

@@ -202,7 +202,7 @@ class _CountingNewtonSchulz(dmuon.NewtonSchulz):
         self.asked: set[int] = set()
 
     def each_round(
-        self, like: Sequence[Tensor], load: Callable[[int], Tensor], steps: int = 5
+        self, like: Sequence[Tensor], load: Callable[[Sequence[int]], list[Tensor]], steps: int = 5
     ) -> Iterator[tuple[list[int], list[Tensor]]]:
         """Note the steps, then do them."""
         self.asked.add(steps)

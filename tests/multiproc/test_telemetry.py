@@ -37,7 +37,7 @@ class SlowNewtonSchulz(PolarNewtonSchulz):
     calls: int = 0
 
     def each_round(
-        self, like: Sequence[Tensor], load: Callable[[int], Tensor], steps: int = 5
+        self, like: Sequence[Tensor], load: Callable[[Sequence[int]], list[Tensor]], steps: int = 5
     ) -> Iterator[tuple[list[int], list[Tensor]]]:
         """Yield what is right, late."""
         self.calls += 1

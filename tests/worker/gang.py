@@ -93,7 +93,7 @@ Hear = Callable[[Run, RankReport | Milestone], None]
 def train_once(spec: JobSpec, address: str, rank: int, hear: Hear, **settings: Any) -> Told:
     """Train in this process as one rank; ``hear`` is called with everything that the rank tells.
 
-    On the GPU of the rank's number where the spec asks for GPUs.
+    On the GPU of the rank's number where the spec asks for whole ones.
     """
     import torch
 
@@ -110,10 +110,8 @@ def train_once(spec: JobSpec, address: str, rank: int, hear: Hear, **settings: A
         run.take(body)
         hear(run, body)
 
-    store, device = connect_store(address, 60), decide_device(spec, rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    train.train(train.Rank(spec, rank, device, store, WorkerSettings(**settings), run.mailbox, sink))
+    store = connect_store(address, 60)
+    train.train(train.Rank(spec, rank, decide_device(spec, rank), store, WorkerSettings(**settings), run.mailbox, sink))
     return run.told
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, StringConstraints, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, StringConstraints, Tag, model_validator
 
 from worker.contract._section import Section
 from worker.contract.failure import FailureSpec, WatchdogSpec
@@ -308,11 +308,18 @@ class CheckpointSpec(Section):
         return self
 
 
+def _whole_or_part(gpus: float) -> float:
+    if gpus > 1 and gpus != int(gpus):
+        raise ValueError(f"a worker has a part of one GPU (below 1) or whole ones, found {gpus:g}; take {int(gpus)}")
+    return gpus
+
+
 class ResourcesSpec(Section):
     """What one worker needs."""
 
     cpus_per_worker: Annotated[float, Field(gt=0, le=4096)] = 1.0
-    gpus_per_worker: Annotated[float, Field(ge=0, le=64)] = 0.0
+    gpus_per_worker: Annotated[float, Field(ge=0, le=64), AfterValidator(_whole_or_part)] = 0.0
+    """0 for CPUs. Below 1, workers share a GPU, and talk over the network interface."""
     memory_bytes_per_worker: Annotated[int, Field(ge=1)] | None = None
 
 
