@@ -93,7 +93,7 @@ ALERTS: tuple[Alert, ...] = (
         severity="page",
         summary="The control plane does not answer Prometheus",
         description="Nothing is known of any job while this lasts. The jobs themselves run on without it.",
-        fires_when="the control plane is down or refuses the token",
+        fires_when="the control plane is down or Prometheus cannot reach it",
     ),
     Alert(
         name="DMuonControlPlaneBlind",

@@ -10,7 +10,7 @@ from orchestrator.errors import SpecInvalidProblem
 from worker.contract.errors import FieldError
 from worker.contract.spec import JobSpec
 
-__all__ = ["check_paths", "is_present"]
+__all__ = ["check_paths"]
 
 
 def check_paths(spec: JobSpec, roots: Sequence[Path]) -> None:
@@ -56,8 +56,3 @@ def _wrong(pointer: str, path: str, allowed: Sequence[str]) -> FieldError | None
     message = f"{path!r} lies in none of the places that this service may use: {', '.join(allowed)}"
     cure = "Put it there, or have the place added to DMUON_PATH_ROOTS."
     return FieldError(pointer=pointer, code="path_outside", message=message, suggestion=cure)
-
-
-def is_present(path: Path) -> bool | None:
-    """Tell whether ``path`` exists; None where this machine does not see the folder that it is in."""
-    return path.exists() if path.parent.is_dir() else None

@@ -187,11 +187,12 @@ KERNELS = RowSpec(
         ),
         PanelSpec(
             title="Newton-Schulz error",
-            question="How far from 1 was the worst squared singular value of a sampled update?",
-            when_red="A kernel or a coefficient set that does not converge: trip the kernel's breaker and compare.",
+            question="How far from 1 was the worst squared singular value of a sampled update? Up to 1 is healthy: a "
+            "direction that the gradient does not have stays at 0.",
+            when_red="A kernel or a coefficient set that overshoots: trip the kernel's breaker and compare.",
             queries=(Query(f"dmuon_ns_orthogonality_error{JOB}", "largest deviation"),),
             minimum=0,
-            warn_above=0.6,
+            warn_above=1.05,
             width=6,
         ),
         PanelSpec(

@@ -15,7 +15,6 @@ from orchestrator.api.auth import Principal, require
 from orchestrator.api.build import event_resource, job_resource
 from orchestrator.api.service import ServiceOf, reply
 from orchestrator.explain import Known, explain
-from orchestrator.paths import is_present
 from orchestrator.store.attempts import last_attempt, totals_of
 from orchestrator.store.jobs import events_of_kinds, find_job, jobs_ahead
 from orchestrator.store.kernels import breaker_rows, effective_states
@@ -74,7 +73,6 @@ def checkpoints(service: ServiceOf, _: Reader, job_id: str) -> Response:
 def _checkpoint(row: Event) -> r.CheckpointEntry:
     data = json.loads(row.data)
     path = Path(str(data.get("path", "")))
+    present = path.exists() if path.parent.is_dir() else None
     names = ("step", "attempt", "bytes", "seconds")
-    return r.CheckpointEntry(
-        at=row.at, path=str(path), present=is_present(path), **{name: data.get(name) for name in names}
-    )
+    return r.CheckpointEntry(at=row.at, path=str(path), present=present, **{name: data.get(name) for name in names})

@@ -14,7 +14,6 @@ from sqlalchemy.orm import Session
 
 from orchestrator.errors import LauncherUnavailable, StaleWrite, StartFailed, SupervisorGone
 from orchestrator.launcher_api import AttemptRef
-from orchestrator.paths import is_present
 from orchestrator.reconcile.context import Context
 from orchestrator.reconcile.decide import AttemptAction, AttemptView, End, Force, decide_attempt, decide_force
 from orchestrator.reconcile.succession import move_on
@@ -42,8 +41,6 @@ __all__ = ["POLL_LIMIT", "drive_attempt"]
 POLL_LIMIT = 2000
 _ROUNDS = 4
 """Moves in one pass: an attempt that has ended goes through STOPPING to its end in one go."""
-_CHECKPOINTS = 20
-"""The last that are looked for on disk; retention leaves no more of most jobs."""
 _EMPTY = PollBatch(entries=(), dropped=0, alive_ranks=0, ended=False)
 
 
@@ -284,8 +281,8 @@ def _go_on_unheard(context: Context, seen: _Seen, why: str) -> None:
     """Note that the supervisor cannot be asked, and end its attempt where that is due all the same."""
     job, stopping_s = seen.job, context.clock() - seen.job.state_since
     with context.database.read() as session:
-        rows = events_of_kinds(session, job.id, ("checkpoint_saved",), _CHECKPOINTS)
-    saved = any(is_present(Path(json.loads(row.data).get("path", ""))) is not False for row in rows)
+        told = events_of_kinds(session, job.id, ("checkpoint_saved",), 1)
+    saved = any(_is_left(Path(json.loads(row.data).get("path", ""))) for row in told)
     patience_s = seen.spec.failure.stop_patience_s
     force = decide_force(JobState(job.state), job.reason, stopping_s, patience_s, saved=saved)
     if force is Force.KEEP:
@@ -296,6 +293,15 @@ def _go_on_unheard(context: Context, seen: _Seen, why: str) -> None:
     _note_reachable(context, seen, "Unknown", "nothing_saved" if force is Force.KEEP else "launcher_unavailable", why)
     if force is Force.END:
         _end_by_force(context, seen)
+
+
+def _is_left(checkpoint: Path) -> bool:
+    """Tell whether a checkpoint that was told, or a later one that took its place untold, is where it was put.
+
+    True too where this machine does not see that folder. A directory of that name is complete: it was renamed to it.
+    """
+    folder = checkpoint.parent
+    return not folder.is_dir() or any(folder.glob("step-*"))
 
 
 def _end_by_force(context: Context, seen: _Seen) -> None:

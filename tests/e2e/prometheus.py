@@ -29,9 +29,10 @@ class Prometheus:
     def __init__(self, url: str) -> None:
         self._client = httpx.Client(base_url=url, trust_env=False, timeout=10.0)
 
-    def query(self, expr: str) -> list[dict[str, Any]]:
-        """Evaluate an instant query now; fail on an error."""
-        answer = self._client.get("/api/v1/query", params={"query": expr})
+    def query(self, expr: str, at: float | None = None) -> list[dict[str, Any]]:
+        """Evaluate an instant query at a time (seconds since the epoch) or now; fail on an error."""
+        params = {"query": expr} | ({} if at is None else {"time": f"{at:.3f}"})
+        answer = self._client.get("/api/v1/query", params=params)
         assert answer.status_code == 200, f"{expr}: {answer.text}"
         result: list[dict[str, Any]] = answer.json()["data"]["result"]
         return result

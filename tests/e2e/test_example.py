@@ -19,6 +19,7 @@ from orchestrator import resources as r
 from orchestrator.cli.own_service import OwnService
 from orchestrator.cli.report import collect_report, render_report
 from tests.e2e.jobs import EXAMPLE, wait_for, wait_until_ended
+from tests.e2e.panels import Look, complaints, look_at_panels
 from tests.e2e.prometheus import LATER, running_prometheus
 
 pytestmark = [pytest.mark.service, pytest.mark.timeout(400)]
@@ -35,6 +36,8 @@ class Run:
     """Series by query of a panel, recording or operand of an alert, asked in the middle of the run."""
     groups: list[dict[str, Any]]
     """Rule groups as Prometheus evaluated them."""
+    look: Look
+    """All panels at that moment."""
     exposition: str
     report: r.JobResource | str
 
@@ -66,6 +69,7 @@ def run(service: OwnService, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         while len(prometheus.query(f'dmuon_steps_total{{job="{job.id}"}}[30s]')) == 0 or time.monotonic() - begin < 16:
             time.sleep(1)
         assert [target["health"] for target in prometheus.targets()] == ["up"], prometheus.targets()
+        look = look_at_panels(prometheus, client, job.id, time.time())
         queried, groups = _ask_every_query(prometheus, job.id), prometheus.rules()
         ended = wait_until_ended(client, job.id, timeout_s=300)
         exposition = httpx.get(f"{service.url}/metrics", trust_env=False).text
@@ -74,8 +78,9 @@ def run(service: OwnService, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         while page := client.metrics(job.id, after=after).points:
             points += page
             after = page[-1].step
+        look.points.extend(points)
         yield Run(
-            ended, client.routes(job.id), [p.loss for p in points], queried, groups, exposition,
+            ended, client.routes(job.id), [p.loss for p in points], queried, groups, look, exposition,
             str(render_report(collect_report(client, job.id))),
         )  # fmt: skip
 
@@ -129,6 +134,12 @@ def test_every_query_of_every_panel_returned_data(run: Run) -> None:
         if not any(entry["value"][1] not in ("NaN", "+Inf", "-Inf") for entry in series)
     }
     assert not broken, f"panels that show no number: {broken}"
+
+
+def test_every_panel_shows_what_the_run_fixes(run: Run) -> None:
+    """Each of them is named in :mod:`tests.e2e.panels` with the bounds of each of its series."""
+    found = complaints(run.look)
+    assert not found, "\n".join(found)
 
 
 def test_rules_are_evaluated_and_a_healthy_job_raises_no_alert(run: Run) -> None:

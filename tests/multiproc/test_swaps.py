@@ -70,7 +70,7 @@ def spec_of(
 
     Small on CPUs; on GPUs such that every kernel serves all of its matrices.
     """
-    config = {"hidden_size": 512, "intermediate_size": 2048} if gpus else {"hidden_size": 16, "intermediate_size": 24}
+    config = {"hidden_size": 512, "intermediate_size": 4096} if gpus else {"hidden_size": 16, "intermediate_size": 24}
     config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1 if gpus else 2}
     return tiny_spec(
         2,

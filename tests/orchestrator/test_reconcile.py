@@ -221,9 +221,10 @@ def test_a_pause_ends_a_silent_supervisor_by_force_only_where_a_checkpoint_is_le
 ) -> None:
     """One without goes on and says what can be done; so does one whose checkpoint somebody has removed."""
     able, removed, never = world.running(), world.running(), world.running()
-    (tmp_path / "7").mkdir()
-    saved(world, able, tmp_path / "7")
-    saved(world, removed, tmp_path / "8")
+    for folder in ("able/step-00000009", "removed"):
+        (tmp_path / folder).mkdir(parents=True)
+    saved(world, able, tmp_path / "able" / "step-00000007")  # a later one, untold, has taken its place
+    saved(world, removed, tmp_path / "removed" / "step-00000007")
     jobs = (able, removed, never)
     for job_id in jobs:
         world.attempt(job_id).silent = True

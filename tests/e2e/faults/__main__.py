@@ -119,19 +119,30 @@ def _fatal(folder: Path, fault: Callable[[Scene], None]) -> str:
 
 
 def _silent_supervisor(folder: Path) -> str:
-    """A job that is cancelled while its supervisor is stopped is ended by force, and what it did meanwhile is kept."""
+    """A job that is paused, then cancelled while its supervisor is stopped is ended by force, and what it did meanwhile
+    is kept; after the pause it goes on from its newest checkpoint."""
     with playing(folder, faulty_job(stop_patience_s=3)) as scene:
-        scene.wait(lambda job: job.progress.step >= 5)
-        (process,) = scene.actors("Supervisor")
-        process.suspend()
+        scene.wait(lambda _: "checkpoint_saved" in [event.kind for event in scene.events()])
+        scene.actors("Supervisor")[0].suspend()
+        scene.client.pause(scene.job_id)
+        paused = scene.wait(lambda job: job.state == "PAUSED")
+        assert [attempt.end_reason for attempt in paused.attempts] == ["paused"]
+        assert not [*scene.actors("Rank"), *scene.actors("Supervisor")]
+        scene.client.resume(scene.job_id)
+        scene.wait(lambda job: len(job.attempts) == 2 and job.progress.step >= paused.progress.step + 5)
+        scene.actors("Supervisor")[0].suspend()
         step = scene.job().progress.step
         scene.client.cancel(scene.job_id)
         job = _ended(scene)
-        assert (job.state, len(job.attempts)) == ("CANCELLED", 1), f"{job.state} {job.reason}: {job.message}"
-        assert "ended_by_force" in [event.kind for event in scene.events()]
+        assert (job.state, len(job.attempts)) == ("CANCELLED", 2), f"{job.state} {job.reason}: {job.message}"
+        assert [event.kind for event in scene.events()].count("ended_by_force") == 2
         assert job.progress.step > step and not [*scene.actors("Rank"), *scene.actors("Supervisor")]
         scene.check_laws()
-        return f"a silent supervisor was ended by force; {job.progress.step - step} steps that it had not told are kept"
+        begin = scene.steps(2)[0]
+        return (
+            f"a silent supervisor was ended by force: after a pause at step {paused.progress.step} the job went on "
+            f"with step {begin}; after the cancellation {job.progress.step - step} steps that it had not told are kept"
+        )
 
 
 def _ended(scene: Scene) -> r.JobResource:
