@@ -7,6 +7,7 @@ else do not become good again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from dmuon_runtime import ledger
@@ -38,8 +39,8 @@ class Attestation:
             for entry in plan.parameters
             if entry.owner == rank and entry.num_matrices
         }  # fmt: skip
-        self._chosen: tuple[int, frozenset[str]] | None = None
-        """The kernels of an epoch: it grows with whatever could change them."""
+        self._chosen: tuple[int, Counter[tuple[str, str]]] | None = None
+        """Matrices by kernel and form of an epoch: it grows with whatever could change them."""
         self._before: Counts = {}
         self._fallback_steps = 0
         self._steps = 0
@@ -71,25 +72,28 @@ class Attestation:
 
     def _stranger(self, after: Counts) -> str:
         """Return what was launched and not chosen, or counted and not launched."""
-        ran, counted, chosen = launched(self._before, after), set(applied(self._before, after)), self._kernels()
+        ran, counted, chosen = launched(self._before, after), applied(self._before, after), self._choice()
         fell_back = self._switch.guard.fallback_steps > self._fallback_steps
-        allowed = chosen | ({str(FALLBACK_KERNEL)} if fell_back else set())
-        strangers = sorted({kernel for kernel, _ in ran | counted} - allowed)
-        silent = sorted({f"{kernel} {algorithm}" for kernel, algorithm in counted - ran})
+        allowed = {kernel for kernel, _ in chosen} | ({str(FALLBACK_KERNEL)} if fell_back else set())
+        strangers = sorted({kernel for kernel, _ in ran | counted.keys()} - allowed)
+        silent = counted.keys() - ran
         found = []
         if strangers:
-            found.append(
-                f"launched {' and '.join(strangers)} where {' and '.join(sorted(chosen)) or 'nothing'} was chosen"
-            )
+            kernels = " and ".join(sorted({kernel for kernel, _ in chosen})) or "nothing"
+            found.append(f"launched {' and '.join(strangers)} where {kernels} was chosen")
+        elif not fell_back and counted != chosen and sum(counted.values()) == chosen.total():
+            found.append(f"ran {_listed(counted)} where {_listed(chosen)} was chosen")
         if silent:
-            found.append(f"counted matrices of {' and '.join(silent)}, of which nothing was launched")
+            found.append(
+                f"counted matrices of {' and '.join(sorted(map(' '.join, silent)))}, of which nothing was launched"
+            )
         return "; ".join(found)
 
-    def _kernels(self) -> frozenset[str]:
+    def _choice(self) -> Counter[tuple[str, str]]:
         switch = self._switch
         if self._chosen is None or self._chosen[0] != switch.epoch:
             expected = switch.newton_schulz.expected(self._shapes, self._calls.dtype, switch.device, self._calls.steps)
-            self._chosen = switch.epoch, frozenset(kernel for kernel, _ in expected)
+            self._chosen = switch.epoch, expected
         return self._chosen[1]
 
     def _differing(self, orthogonalized: Mapping[str, int]) -> str:
@@ -103,3 +107,7 @@ class Attestation:
             return ""
         more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
         return f"orthogonalised matrices of {', '.join(found[:_MAX_NAMED])}{more}"
+
+
+def _listed(matrices: Mapping[tuple[str, str], int]) -> str:
+    return " and ".join(f"{number} by {kernel} {form}" for (kernel, form), number in sorted(matrices.items()))

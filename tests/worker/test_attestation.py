@@ -6,6 +6,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import cast
 
+import pytest
 import torch
 
 from dmuon_runtime.breaker import BreakerKey, Move
@@ -74,6 +75,15 @@ def test_another_kernel_than_the_chosen_one_is_named_for_good() -> None:
     assert said.startswith("step 2 launched cublas where quack was chosen"), said
     with registered_kernel(Faulty("none", name="quack")):
         assert rank.step() == (said,), "a step that ran as chosen does not mend the weights"
+
+
+def test_another_form_than_the_chosen_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same kernel, the other iteration: the numbers are right, and it is not what was asked for."""
+    rank = Rank("cublas")
+    assert rank.step() == ()
+    monkeypatch.setattr(rank.switch.newton_schulz, "backend", "direct")
+    (said,) = rank.step()
+    assert said == "step 2 ran 3 by cublas direct where 1 by cublas direct and 2 by cublas gram was chosen"
 
 
 def test_matrices_that_nothing_was_launched_for_are_named() -> None:
