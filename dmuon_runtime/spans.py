@@ -163,6 +163,7 @@ class DeviceSpan:
         self._wait: tuple[Event, Event] | None = None
         self._held_up: Event | None = None
         self._waiting = False
+        self._seconds: float | None = None
 
     @staticmethod
     def _record() -> Event:
@@ -193,7 +194,7 @@ class DeviceSpan:
 
     def hold_up(self) -> None:
         """Take this point of the current stream as where compute began to wait for something behind this work."""
-        self._held_up = self._record()
+        self._held_up, self._seconds = self._record(), None
 
     def finish(self) -> None:
         """End at this point of the current stream."""
@@ -201,16 +202,17 @@ class DeviceSpan:
 
     def seconds(self) -> float | None:
         """Return seconds on the device; a start inside the work before it counts from that work's end."""
-        if self.end is None or self._waiting or not self.end.query():
-            return None
-        if self._wait is not None and not self._wait[1].query():
-            return None
-        if self._held_up is not None and not self._held_up.query():
-            return None
-        elapsed_ms = self._start.elapsed_time(self.end)
-        if self._previous is not None and self._previous.query():
-            elapsed_ms = min(elapsed_ms, self._previous.elapsed_time(self.end))
-        return float(max(elapsed_ms, 0.0)) / 1e3
+        if self._seconds is None and self.end is not None and not self._waiting and self._is_over(self.end):
+            elapsed_ms = self._start.elapsed_time(self.end)
+            if self._previous is not None and self._previous.query():
+                elapsed_ms = min(elapsed_ms, self._previous.elapsed_time(self.end))
+            self._seconds = float(max(elapsed_ms, 0.0)) / 1e3
+        return self._seconds
+
+    def _is_over(self, end: Event) -> bool:
+        """Tell whether the device has passed all that was marked."""
+        wait_is_over = self._wait is None or self._wait[1].query()
+        return wait_is_over and end.query() and (self._held_up is None or self._held_up.query())
 
     def exposed_seconds(self) -> float:
         """Return the time for which the waiting stream stood still, never more than the span itself: a wait that began
