@@ -316,7 +316,11 @@ def _timed(run: Run, tensors: Sequence[Tensor]) -> tuple[list[Tensor], float | t
 
 
 def guarded_orthogonalize(
-    newton_schulz: NewtonSchulz, transport: Transport, matrices: Sequence[Tensor], steps: int
+    newton_schulz: NewtonSchulz,
+    transport: Transport,
+    like: Sequence[Tensor],
+    load: Callable[[Sequence[int]], list[Tensor]],
+    steps: int,
 ) -> tuple[list[Tensor], Tensor | None]:
     """Orthogonalise on all ranks so that the results of one step are applied together or not at all. Collective.
 
@@ -325,6 +329,10 @@ def guarded_orthogonalize(
     waited for: the sum of flags over ranks comes back as a factor for the update, 0.0 on all ranks where a result of
     any is bad.
 
+    Args:
+        like, load: as for :meth:`NewtonSchulz.each_round`; all is loaded once more where a call failed. Of what is
+            loaded no more than a round is held here, and all results.
+
     Returns:
         The results, and None or the factor, float32 [].
     """
@@ -332,10 +340,12 @@ def guarded_orthogonalize(
     assert guard is not None, "there is a guard, on all ranks alike"
     guard.begin()
     with LEDGER.trial() as trial:
-        results = newton_schulz.orthogonalize(matrices, steps)
+        results = newton_schulz.all_rounds(like, load, steps)
     if transport.agree_max([int(guard.failed)])[0]:
         guard.fallback_steps += 1
-        return newton_schulz.fall_back(matrices, steps), None
+        del results
+        with newton_schulz.falling_back():
+            return newton_schulz.all_rounds(like, load, steps), None
     trial.keep()
     if transport.device.type == "cpu":
         return results, None

@@ -18,7 +18,7 @@ from torch import Tensor
 from dmuon_runtime.groups import learning_rate
 from dmuon_runtime.matrices import join_blocks, matrix_blocks
 from dmuon_runtime.pieces import Piece
-from dmuon_runtime.updates import apply_changes, momentum_updates
+from dmuon_runtime.updates import apply_changes, look_ahead, momentum_updates
 
 __all__ = ["SCALES", "MatrixUpdates", "Scale", "update_scale"]
 
@@ -45,8 +45,10 @@ class _Member:
     buffer: Tensor
     group: Mapping[str, object]
     num_blocks: int
-    looked_ahead: list[Tensor] = field(default_factory=list)
-    """Blocks that Newton-Schulz has not asked for yet; empty before the first and after the last."""
+    moved: bool = False
+    """The momentum is that of this step."""
+    looked_ahead: dict[int, Tensor] = field(default_factory=dict)
+    """Blocks that Newton-Schulz has not asked for yet; none before the first and after the last."""
     results: dict[int, Tensor] = field(default_factory=dict)
     """By block, until there are all of them."""
     squares: Tensor | None = None
@@ -93,17 +95,18 @@ class MatrixUpdates:
     def load(self, indices: Sequence[int]) -> list[Tensor]:
         """Return blocks as Newton-Schulz takes them; the first one of a parameter updates its momentum.
 
-        The blocks of a parameter are asked for once each.
+        A block is not held here any more. Once all of a parameter's were asked for they can be asked for again, which
+        makes them anew: a step that is done by a fallback, because a kernel failed in it, does so.
         """
         places = [self._places[index] for index in indices]
         new = dict.fromkeys(number for number, _ in places if not self._members[number].looked_ahead)
-        for same in _by_group(self._members[number] for number in new):
+        for same in _by_group_and_state(self._members[number] for number in new):
             buffers, gradients = [member.buffer for member in same], [member.piece.gradient for member in same]
-            momentum = cast(float, same[0].group["momentum"])
-            aheads = momentum_updates(buffers, gradients, momentum, self._nesterov, self.gate)
+            make = look_ahead if same[0].moved else momentum_updates
+            aheads = make(buffers, gradients, cast(float, same[0].group["momentum"]), self._nesterov, self.gate)
             for member, ahead in zip(same, aheads, strict=True):
-                member.looked_ahead = _blocks(ahead, member.piece)
-        return [self._members[number].looked_ahead[block] for number, block in places]
+                member.moved, member.looked_ahead = True, dict(enumerate(_blocks(ahead, member.piece)))
+        return [self._members[number].looked_ahead.pop(block) for number, block in places]
 
     def apply(self, indices: Sequence[int], results: Sequence[Tensor]) -> None:
         """Take in what came back, and change the weights of every parameter that is complete with it."""
@@ -115,7 +118,7 @@ class MatrixUpdates:
             self.orthogonalized[member.piece.plan.name] += math.prod(result.shape[:-2])
             if len(member.results) == member.num_blocks:
                 complete.append(member)
-        for same in _by_group(complete):
+        for same in _by_group_and_state(complete):
             self._change(same)
 
     def _change(self, members: Sequence[_Member]) -> None:
@@ -138,7 +141,7 @@ class MatrixUpdates:
     def _direction(self, member: _Member) -> tuple[Tensor, float]:
         """Return what came back for a parameter in its shape, and what is to be multiplied with it."""
         parts = [member.results[block] for block in range(member.num_blocks)]
-        member.results, member.looked_ahead = {}, []
+        member.results = {}
         scales = [update_scale(self._scale, *part.shape[-2:]) for part in parts]
         scale = scales[0]
         if len(set(scales)) > 1:  # blocks of different shapes have factors of their own
@@ -146,11 +149,11 @@ class MatrixUpdates:
         return join_blocks(parts, member.piece.master.shape, member.piece.plan.matrix_view), scale
 
 
-def _by_group(members: Iterable[_Member]) -> list[list[_Member]]:
-    """Return members whose optimizer group is the same one."""
-    found: defaultdict[int, list[_Member]] = defaultdict(list)
+def _by_group_and_state(members: Iterable[_Member]) -> list[list[_Member]]:
+    """Return members whose optimizer group is the same one, and of whose momenta all or none have moved."""
+    found: defaultdict[tuple[int, bool], list[_Member]] = defaultdict(list)
     for member in members:
-        found[id(member.group)].append(member)
+        found[id(member.group), member.moved].append(member)
     return list(found.values())
 
 

@@ -246,12 +246,11 @@ class Muon(torch.optim.Optimizer):
         if newton_schulz.guard is None:
             yield from newton_schulz.each_round(updates.like, updates.load, self.ns_steps)
             return
-        everything = range(len(updates.like))
-        matrices = updates.load(everything)
-        results, good = guarded_orthogonalize(newton_schulz, self.runtime.transport, matrices, self.ns_steps)
+        transport = self.runtime.transport
+        results, good = guarded_orthogonalize(newton_schulz, transport, updates.like, updates.load, self.ns_steps)
         if good is not None:
             updates.gate = good if updates.gate is None else updates.gate * good
-        yield everything, results
+        yield range(len(results)), results
 
 
 def _adamw_settings(group: Mapping[str, object]) -> AdamWSettings:

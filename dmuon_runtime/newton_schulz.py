@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final, Literal
 
@@ -235,8 +236,14 @@ class NewtonSchulz:
         Raises:
             ValueError: bad ``steps``, or tensors that are no floating matrices or an empty batch (all of them named).
         """
-        results = list(matrices)
-        for members, done in self.each_round(matrices, lambda indices: [matrices[index] for index in indices], steps):
+        return self.all_rounds(matrices, lambda indices: [matrices[index] for index in indices], steps)
+
+    def all_rounds(
+        self, like: Sequence[Tensor], load: Callable[[Sequence[int]], list[Tensor]], steps: int = 5
+    ) -> list[Tensor]:
+        """Return the results of :meth:`each_round` in the order of ``like``, which are then held all at once."""
+        results = list(like)
+        for members, done in self.each_round(like, load, steps):
             for index, result in zip(members, done, strict=True):
                 results[index] = result
         return results
@@ -269,11 +276,12 @@ class NewtonSchulz:
         for group, members in self._groups_of(shapes, dtypes, devices, steps):
             yield members, self._run_watched(group, recipe, load(members))
 
-    def fall_back(self, matrices: Sequence[Tensor], steps: int = 5) -> list[Tensor]:
-        """As :meth:`orthogonalize`, with ``cublas`` for every matrix."""
+    @contextmanager
+    def falling_back(self) -> Iterator[None]:
+        """Let every matrix go to ``cublas`` inside."""
         self._falls_back = True
         try:
-            return self.orthogonalize(matrices, steps)
+            yield
         finally:
             self._falls_back = False
 

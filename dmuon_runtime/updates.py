@@ -74,6 +74,17 @@ def momentum_updates(
     return looked_ahead
 
 
+def look_ahead(
+    buffers: Sequence[Tensor], gradients: Sequence[Tensor], momentum: float, nesterov: bool, gate: Tensor | None
+) -> list[Tensor]:
+    """Return again what :func:`momentum_updates` returned, of buffers that it has updated; nothing is changed."""
+    if not nesterov:
+        return list(buffers)
+    if gate is not None:
+        gradients = [torch.where(gate > 0, gradient, 0.0) for gradient in gradients]
+    return [gradient.add(buffer, alpha=momentum) for buffer, gradient in zip(buffers, gradients, strict=True)]
+
+
 def _plain_momentum(
     buffers: Sequence[Tensor], gradients: Sequence[Tensor], momentum: float, nesterov: bool, gate: Tensor | None
 ) -> list[Tensor]:

@@ -6,15 +6,18 @@ import sys
 import weakref
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from dmuon_runtime._ns_groups import Group
+from dmuon_runtime.breaker import Thresholds
+from dmuon_runtime.guard import KernelGuard, guarded_orthogonalize
 from dmuon_runtime.matrix_updates import MatrixUpdates
 from dmuon_runtime.newton_schulz import NewtonSchulz
+from dmuon_runtime.transport import Transport
 
 MODULE = sys.modules["dmuon_runtime.newton_schulz"]  # the package's attribute of this name is the function
 SHAPES = {"a": (12, 8), "b": (8, 12), "fused": (20, 8), "c": (12, 8), "none": (0, 8), "d": (8, 8)}
@@ -76,3 +79,39 @@ def test_no_more_than_a_round_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
         updates.apply(indices, results)
         del results
     assert len(seen) == len(updates.like) and all(ref() is None for ref in seen)
+
+
+@pytest.mark.parametrize("gate", [None, 1.0, 0.0])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_what_is_asked_for_again_is_made_anew_without_moving_the_momentum(gate: float | None, nesterov: bool) -> None:
+    """A step that the fallback does once more; with a closed gate a gradient may be no number."""
+    members = _members()
+    updates = MatrixUpdates(
+        members, nesterov=nesterov, scale="original", gate=None if gate is None else torch.tensor(gate)
+    )
+    if gate == 0.0:
+        members[0][0].gradient.fill_(torch.nan)
+    everything = range(len(updates.like))
+    first = [matrix.clone() for matrix in updates.load(everything)]
+    moved = [buffer.clone() for _, buffer, _ in members]
+    again = updates.load(everything)
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    assert all(torch.equal(buffer, before) for (_, buffer, _), before in zip(members, moved, strict=True))
+
+
+def test_a_guarded_step_holds_no_more_than_a_round_of_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULE, "rounds", _cut_by_one)
+    updates = _updates([member for member in _members() if member[0].plan.name != "fused"])
+    seen: list[weakref.ref[Tensor]] = []
+
+    def load(indices: Sequence[int]) -> list[Tensor]:
+        assert sum(ref() is not None for ref in seen) <= 1, "the round before has been let go"
+        matrices = updates.load(indices)
+        seen.extend(weakref.ref(matrix) for matrix in matrices)
+        return matrices
+
+    ns = NewtonSchulz(kernel="blocked")
+    ns.guard = KernelGuard(Thresholds(check_every_calls=1))
+    told = SimpleNamespace(agree_max=lambda values: values, device=torch.device("cpu"))
+    results, good = guarded_orthogonalize(ns, cast(Transport, told), updates.like, load, 5)
+    assert good is None and len(results) == len(updates.like) == len(seen)

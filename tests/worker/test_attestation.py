@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import cast
 
@@ -48,7 +49,8 @@ class Rank:
         ns = self.switch.newton_schulz
         if fell_back:
             self.switch.guard.fallback_steps += 1
-        (ns.fall_back if fell_back else ns.orthogonalize)(matrices)
+        with ns.falling_back() if fell_back else nullcontext():
+            ns.orthogonalize(matrices)
         self.done.update(names)
         self.attestation.end(self.step_number, self.done, computed=True)
         return self.attestation.offenders
@@ -98,7 +100,8 @@ def test_matrices_that_nothing_was_launched_for_are_named() -> None:
 def test_a_fallback_that_nobody_asked_for_is_named() -> None:
     rank = Rank("blocked")
     rank.attestation.begin()
-    rank.switch.newton_schulz.fall_back([torch.randn(4, 8)])
+    with rank.switch.newton_schulz.falling_back():
+        rank.switch.newton_schulz.orthogonalize([torch.randn(4, 8)])
     rank.done.update(NAMES)
     rank.attestation.end(1, rank.done, computed=True)
     assert rank.attestation.offenders == ("step 1 launched cublas where blocked was chosen",)
