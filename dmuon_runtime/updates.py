@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dmuon_runtime._tables import DTYPES
 
-__all__ = ["apply_changes", "decay", "fused_for", "gated_factor", "momentum_updates"]
+__all__ = ["apply_changes", "decay", "fused_for", "gated_factor", "look_ahead", "momentum_updates"]
 
 CACHED_ELEMENTS: Final = 2**17
 """1.5 MiB of the three tensors of an operation in float32: about what a core has of second-level cache."""
