@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -43,6 +43,19 @@ def _cut_by_one(group: Group, members: Sequence[int], shapes: Sequence[Sequence[
     return [[member] for member in members]
 
 
+def _watched(updates: MatrixUpdates) -> tuple[Callable[[Sequence[int]], list[Tensor]], list[weakref.ref[Tensor]]]:
+    """Return a ``load`` that allows one round to be held at most, and what it has given out."""
+    seen: list[weakref.ref[Tensor]] = []
+
+    def load(indices: Sequence[int]) -> list[Tensor]:
+        assert sum(ref() is not None for ref in seen) <= 1, "the round before has been let go"
+        matrices = updates.load(indices)
+        seen.extend(weakref.ref(matrix) for matrix in matrices)
+        return matrices
+
+    return load, seen
+
+
 @pytest.mark.parametrize("gate", [None, 1.0, 0.0])
 def test_rounds_are_all_at_once_bit_by_bit(gate: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter whose blocks lie in different rounds changes once, when the last of them has come back."""
@@ -67,14 +80,7 @@ def test_rounds_are_all_at_once_bit_by_bit(gate: float | None, monkeypatch: pyte
 def test_no_more_than_a_round_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULE, "rounds", _cut_by_one)
     updates = _updates([member for member in _members() if member[0].plan.name != "fused"])
-    seen: list[weakref.ref[Tensor]] = []
-
-    def load(indices: Sequence[int]) -> list[Tensor]:
-        assert sum(ref() is not None for ref in seen) <= 1, "the round before has been let go"
-        matrices = updates.load(indices)
-        seen.extend(weakref.ref(matrix) for matrix in matrices)
-        return matrices
-
+    load, seen = _watched(updates)
     for indices, results in NewtonSchulz(kernel="cublas").each_round(updates.like, load):
         updates.apply(indices, results)
         del results
@@ -102,14 +108,7 @@ def test_what_is_asked_for_again_is_made_anew_without_moving_the_momentum(gate: 
 def test_a_guarded_step_holds_no_more_than_a_round_of_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULE, "rounds", _cut_by_one)
     updates = _updates([member for member in _members() if member[0].plan.name != "fused"])
-    seen: list[weakref.ref[Tensor]] = []
-
-    def load(indices: Sequence[int]) -> list[Tensor]:
-        assert sum(ref() is not None for ref in seen) <= 1, "the round before has been let go"
-        matrices = updates.load(indices)
-        seen.extend(weakref.ref(matrix) for matrix in matrices)
-        return matrices
-
+    load, seen = _watched(updates)
     ns = NewtonSchulz(kernel="blocked")
     ns.guard = KernelGuard(Thresholds(check_every_calls=1))
     told = SimpleNamespace(agree_max=lambda values: values, device=torch.device("cpu"))
