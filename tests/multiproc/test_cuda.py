@@ -7,10 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import dmuon_runtime as dmuon
+from dmuon_runtime.breaker import Thresholds
+from dmuon_runtime.guard import KernelGuard
 from tests.multiproc.harness import run_ranks
-from tests.multiproc.laws import Setting, bfloat16_law, dedicate, hold_to_reference
+from tests.multiproc.laws import Setting, bfloat16_law, dedicate, device_type, hold_to_reference, world_mesh
 from tests.multiproc.models import make
 from tests.multiproc.test_calls import DIVERGENT, calling
 from tests.multiproc.test_equality import plain_backward
@@ -130,3 +133,52 @@ def _stable_memory() -> None:
 def test_memory_is_stable(world_size: int) -> None:
     """Two hundred steps keep no byte more than twenty, in every mode."""
     run_ranks(world_size, _stable_memory, backend="nccl", deadline_s=120)
+
+
+class Wide(nn.Module):
+    """Matrices large enough for every kernel, captured graphs and the Gram form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(512, 2048, bias=False), nn.Linear(2048, 512, bias=False)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, 512] to the same."""
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+def real_kernels_in_a_step(*stretches: int) -> None:
+    """After the first stretch of steps nothing waits for the device, and nothing more is held; under a guard."""
+    torch.manual_seed(0)
+    device, guard = torch.device(device_type()), KernelGuard(Thresholds(slow_factor=1e6))  # ranks may share a GPU
+    on_gpu, held = device.type == "cuda", list[int]()
+    model, newton_schulz = Wide().to(device), dmuon.NewtonSchulz()
+    dmuon.dedicate_params(model, world_mesh(), lambda name, parameter: True)
+    newton_schulz.guard = guard
+    optimizer = dmuon.Muon(model, lr=1e-3, ns_backend=newton_schulz)
+    x = torch.randn(16, 512, device=device)
+    for number, steps in enumerate(stretches):
+        if on_gpu:
+            torch.cuda.set_sync_debug_mode("error" if number else "default")
+        for _ in range(steps):
+            model(x).square().mean().backward()
+            dmuon.clip_grad_norm_(optimizer, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            dmuon.get_counters(model).snapshot()
+        if on_gpu:
+            torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.synchronize()
+            held.append(torch.cuda.memory_allocated())
+    assert not guard.findings and guard.fallback_steps == 0
+    if on_gpu:
+        assert held[-1] <= held[0], held
+        assert len(newton_schulz._graphs) > 0 and newton_schulz._graphs.num_refused == 0
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_real_kernels_neither_synchronise_nor_grow(world_size: int) -> None:
+    """What ``auto`` launches, in graphs and under a guard, as a job has it."""
+    run_ranks(world_size, real_kernels_in_a_step, 20, 180, backend="nccl", deadline_s=120)
