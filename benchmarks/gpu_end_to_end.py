@@ -52,6 +52,8 @@ __all__ = ["main"]
 
 WATCHED_STEPS = 12
 """Steps over which overlap is measured, and which are done after each resumption."""
+ON_THE_WAY = ("placed", "workers_started", "group_formed", "plan_confirmed", "routes_verified")
+"""Events of an attempt until its first step is done."""
 
 
 @dataclass(slots=True)
@@ -128,6 +130,7 @@ class Story:
         self.told.expect(each_once, "no step is missing or twice", f"steps {points[0].step} to {points[-1].step}")
         self.told.say(f"  first step after {running[0]:.1f} s; {milliseconds:.1f} ms a step; "
                       f"loss {points[0].loss:.4f} -> {points[-1].loss:.4f}")  # fmt: skip
+        self.say_when(job_id)
         self.verified(job_id)
         used = expect_in_use(self.told, self.idle, self.plan.gpus(workers))
         self.rows.append(
@@ -137,6 +140,13 @@ class Story:
                 "losses": [point.loss for point in points], "gpu bytes": used,
             }
         )  # fmt: skip
+
+    def say_when(self, job_id: str) -> None:
+        """Show where the time to the first step of the last attempt went."""
+        events = [event for event in self.client.events(job_id).events if event.kind in ON_THE_WAY]
+        begin = max(index for index, event in enumerate(events) if event.kind == ON_THE_WAY[0])
+        marks = [f"{event.kind} {event.at - events[begin].at:.1f}" for event in events[begin:]]
+        self.told.say(f"  seconds: {', '.join(marks)}")
 
     def alive(self, job_id: str) -> r.JobResource:
         """Return the job.
