@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -27,6 +28,8 @@ from dmuon_runtime.transport import Transport
 from dmuon_runtime.unit import Unit
 
 __all__ = ["Owner", "dedicate_params", "plan_params"]
+
+_log = logging.getLogger(__name__)
 
 
 Owner = int | tuple[int, int]
@@ -104,6 +107,8 @@ def dedicate_params(
         return build_plan(model, transport.mesh_shape, predicate, make_options())
 
     plan = _agree_on_plan(make_plan, transport)
+    for warning in plan.warnings if transport.rank == 0 else ():
+        _log.warning("plan %s: %s", plan.hash[:12], warning)
     runtime = _take_over(model, plan, transport, counters)
     register_runtime(model, runtime)
     return {

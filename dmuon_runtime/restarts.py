@@ -75,10 +75,11 @@ def search_restarts(
 
     Raises:
         CoefficientError: unusable coefficients.
-        ValueError: a number of restarts that does not fit between the steps, a dtype that is not floating, or too many
-            combinations to try.
+        ValueError: counts that are no whole numbers, a number of restarts that does not fit between the steps, a dtype
+            that is not floating, or too many combinations to try.
     """
     triples = validate_coefficients(coefficients)
+    _refuse_types(num_restarts, dtype, short_dim)
     num_places = len(triples) - 1
     if not 0 <= num_restarts <= num_places:
         raise ValueError(f"{num_restarts} restarts do not fit: {len(triples)} steps have {num_places} places for them")
@@ -95,6 +96,14 @@ def search_restarts(
     errors = [(restarts, restart_error(triples, restarts, dtype, short_dim)) for restarts in places]
     errors.sort(key=lambda entry: (entry[1] if math.isfinite(entry[1]) else math.inf, entry[0]))
     return RestartChoice(errors[0][0], errors[0][1], tuple(errors))
+
+
+def _refuse_types(num_restarts: object, dtype: object, short_dim: object) -> None:
+    for name, value in (("num_restarts", num_restarts), ("short_dim", short_dim)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{name} must be a whole number, found {value!r}")
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype must be a torch.dtype such as torch.float16, found {dtype!r}")
 
 
 def restart_error(

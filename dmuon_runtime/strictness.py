@@ -55,8 +55,10 @@ def _reason(entry: NamedParameter, policy: PolicyFields, tree: ModuleTree, heads
     if 1 in shape and policy.matrix_view is None:
         return f"shape {shape} has a dim of 1", '{"route": "adamw"}'
     if len(shape) > 2 and policy.matrix_view is None:
-        cure = '{"matrix_view": "experts"} (a matrix in the last two dims) or {"matrix_view": "flatten"}'
-        return f"shape {shape} has more than two dims and the policy does not say how to read them", cure
+        views = '"experts" is a matrix in the last two dims, "flatten" one of the first dim by all others'
+        return f"shape {shape} has more than two dims and the policy does not say how to read them ({views})", (
+            '{"matrix_view": "experts"}'
+        )
     matrices = matrix_shapes(shape, policy.matrix_view, policy.split_rows)
     thin = [f"{matrix.rows} by {matrix.columns}" for matrix in matrices if min(matrix.rows, matrix.columns) < 2]
     if thin:

@@ -83,6 +83,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=60)
     steps = parser.parse_args().steps
+    if steps < 1:
+        parser.error(f"--steps must be at least 1, found {steps}")
+    if "RANK" not in os.environ:
+        parser.error("start it as python -m torch.distributed.run --nproc-per-node 2 examples/own_loop.py")
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":

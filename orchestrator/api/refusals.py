@@ -30,7 +30,7 @@ def note_refusal(service: Service, request: Request, error: ServiceError) -> Non
         return
     route = f"{request.method} {request.url.path}"
     call = KeyedRequest.of(_actor(request), route, None, request.url.query, b"")
-    outcome = error.code if not passed_over else f"{error.code} (and {passed_over} before it)"
+    outcome = error.code if not passed_over else f"{error.code} (and {passed_over} of anyone before it)"
     try:
         with service.database.write() as session:
             note(service, session, call, "", outcome)

@@ -20,6 +20,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the document for a p
 Reason = Annotated[str, typer.Option(help="Why; it stands in every event.")]
 Scope = Annotated[str, typer.Option(help="'all', or the id of a job.")]
 Expires = Annotated[float | None, typer.Option("--expires-in", min=1.0, help="Seconds until it is closed again.")]
+MustExpire = Annotated[float, typer.Option("--expires-in", min=1.0, help="Seconds until it may trip again.")]
 _PAUSE_S = 0.3
 
 
@@ -81,7 +82,7 @@ def force(
 
 
 def disable(
-    kernel: str, reason: Reason, expires_in: Annotated[float, typer.Option("--expires-in", min=1.0)],
+    kernel: str, reason: Reason, expires_in: MustExpire,
     scope: Scope = "all", url: Url = None, as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Pin a kernel: its breaker does not trip, for a time that must be said."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -70,3 +72,8 @@ def test_what_it_refuses() -> None:
         search_restarts([(1.5, -0.5, 0.0)] * 40, 10)
     with pytest.raises(CoefficientError):
         search_restarts([(1.0, 2.0)])
+    odd: list[dict[str, Any]] = [{"num_restarts": 1.5}, {"num_restarts": "1"}, {"short_dim": 4.0}, {"dtype": "f2"}]
+    for words in odd:
+        ((name, value),) = words.items()
+        with pytest.raises(ValueError, match=f"{name} must be a .*found {value!r}"):
+            search_restarts(POLAR_EXPRESS_COEFFICIENTS, **words)

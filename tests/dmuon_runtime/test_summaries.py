@@ -123,3 +123,11 @@ def test_little_on_the_muon_route_is_a_warning(mesh: dist.DeviceMesh) -> None:
     dmuon.dedicate_params(model, mesh, lambda name, p: True, param_policy=policy)
     summary = dmuon.summarize_param_groups(model, dmuon.Muon(model))
     assert "only 1.0% of all elements are on the muon route" in str(summary)
+
+
+def test_what_the_plan_warns_of_is_logged(mesh: dist.DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
+    """A token that matches nothing is most often a mistake in writing, and must not stay in the plan alone."""
+    policy = {"defaults": {"route": "muon"}, "overrides": [{"name": ["nrom"], "set": {"route": "adamw"}}]}
+    dmuon.dedicate_params(torch.nn.Linear(4, 4, bias=False), mesh, lambda name, p: True, param_policy=policy)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "overrides[0] (nrom) matches no managed parameter" in record.getMessage()

@@ -164,7 +164,7 @@ def test_who_was_turned_away_is_on_record_and_no_flood_is(world: World) -> None:
     assert len(world.client.get("/v1/audit").json()["entries"]) == 5, "five a second"
     world.clock.advance(1)
     ask({"Authorization": "Bearer guess"})
-    assert world.client.get("/v1/audit").json()["entries"][0]["outcome"] == "unauthorized (and 28 before it)"
+    assert world.client.get("/v1/audit").json()["entries"][0]["outcome"] == "unauthorized (and 28 of anyone before it)"
     with world.database.engine.begin() as connection:
         connection.exec_driver_sql("DROP TABLE audit")
     world.clock.advance(1)

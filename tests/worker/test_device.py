@@ -47,3 +47,11 @@ def test_more_than_one_gpu_are_whole_ones(gpus: float) -> None:
         ValueError, match=rf"part of one GPU \(below 1\) or whole ones, found {gpus:g}; take {int(gpus)}"
     ):
         spec_of(gpus)
+
+
+@pytest.mark.parametrize("resources", [{"gpus_per_worker": 1e-5}, {"cpus_per_worker": 1e-5}])
+def test_less_than_ray_can_reserve_is_refused(resources: dict[str, float]) -> None:
+    (name,) = resources
+    with pytest.raises(ValueError, match=rf"{name}.*0\.0001"):
+        tiny_spec(2, resources=resources)
+    assert getattr(tiny_spec(2, resources={name: 1e-4}).resources, name) == 1e-4

@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from dmuon_runtime.progress import Progress
 from worker.actors._stacks import capture_stacks
+from worker.actors.watch import Watch
 from worker.contract.failure import WatchdogSpec
 from worker.watchdog import PHASES, Beat, Seen, Stall, decide_stall
 
@@ -120,3 +122,17 @@ def test_stacks_of_a_process_that_hangs_is_stopped_or_is_gone() -> None:
         child.kill()
         child.wait()
     assert capture_stacks([(child.pid, started, descriptor)]) == ["the process is gone"]
+
+
+def test_a_watch_that_stood_still_blames_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a stopped process or a suspended machine: no rank was asked meanwhile."""
+    now = [0.0]
+    monkeypatch.setattr("worker.actors.watch.ray.wait", lambda references, timeout: ([], references))
+    watch = Watch([SimpleNamespace(beat=SimpleNamespace(remote=object))] * 2, QUICK, lambda: now[0])
+    assert watch.look({0, 1}) is None
+    now[0] = 135.0
+    assert watch.look({0, 1}) is None, "135 s in which nobody listened"
+    now[0] += QUICK.silent_s
+    found = watch.look({0, 1})
+    assert found is not None
+    assert "has answered nothing for 10.0 s" in found.message, "silence that was listened to counts"

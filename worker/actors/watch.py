@@ -20,6 +20,8 @@ __all__ = ["Watch", "stacks_of"]
 _EVERY_S = 1.0
 """Between an answer and the next question."""
 _CAPTURE_S = 10.0
+_LOOK_S = 5.0
+"""The most of a pause between two looks that counts as silence of the ranks: in a longer one nobody listened."""
 
 Place = dict[str, str | int]
 
@@ -31,7 +33,8 @@ class Watch:
         self._actors, self._deadlines, self._clock = actors, deadlines, clock
         self._asked: dict[int, Any] = {}
         self._beats: dict[int, Beat] = {}
-        self._heard = dict.fromkeys(range(len(actors)), clock())
+        self._looked = clock()
+        self._heard = dict.fromkeys(range(len(actors)), self._looked)
         self._told: tuple[int, ...] = ()
 
     @property
@@ -42,7 +45,10 @@ class Watch:
     def look(self, running: set[int]) -> Stall | None:
         """Take answers, ask again, and return a stall once; ``running`` are the ranks that have not ended."""
         now = self._clock()
+        unheard_s = max(0.0, now - self._looked - _LOOK_S)
+        self._looked = now
         for rank in running:
+            self._heard[rank] += unheard_s  # this process stood still: that says nothing about the ranks
             self._hear(rank, now)
             if rank not in self._asked and now - self._heard[rank] >= (_EVERY_S if rank in self._beats else 0.0):
                 self._asked[rank] = self._actors[rank].beat.remote()

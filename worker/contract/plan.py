@@ -130,7 +130,8 @@ class PlanReport(Part):
     ns_matrices: int | None
     """Matrices orthogonalised by all ranks in one step."""
     ns_flops: float | None
-    """Newton-Schulz FLOPs of all ranks in one step."""
+    """Newton-Schulz FLOPs of all ranks in one step, by the measure that ownership is planned with: the Gram form with
+    five steps and one restart, whatever the spec says of them."""
     trainable_elements: int
     frozen_elements: int
     data: DataPlan

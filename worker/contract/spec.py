@@ -28,6 +28,8 @@ DType = Literal["float32", "bfloat16", "float16"]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+_SMALLEST_SHARE = 1e-4
+"""Ray counts CPUs and GPUs in ten-thousandths, and refuses to reserve less."""
 
 
 class ModelSpec(Section):
@@ -311,13 +313,15 @@ class CheckpointSpec(Section):
 def _whole_or_part(gpus: float) -> float:
     if gpus > 1 and gpus != int(gpus):
         raise ValueError(f"a worker has a part of one GPU (below 1) or whole ones, found {gpus:g}; take {int(gpus)}")
+    if 0 < gpus < _SMALLEST_SHARE:
+        raise ValueError(f"a part of a GPU is at least {_SMALLEST_SHARE:g}; take that, or 0 for CPUs")
     return gpus
 
 
 class ResourcesSpec(Section):
     """What one worker needs."""
 
-    cpus_per_worker: Annotated[float, Field(gt=0, le=4096)] = 1.0
+    cpus_per_worker: Annotated[float, Field(ge=_SMALLEST_SHARE, le=4096)] = 1.0
     gpus_per_worker: Annotated[float, Field(ge=0, le=64), AfterValidator(_whole_or_part)] = 0.0
     """0 for CPUs. Below 1, workers share a GPU, and talk over the network interface."""
     memory_bytes_per_worker: Annotated[int, Field(ge=1)] | None = None
