@@ -39,7 +39,8 @@ def pause_job(session: Session, job_id: str, *, now: float) -> Job:
     if state is JobState.STOPPING:
         raise Conflict(f"job {job_id} is STOPPING ({job.reason}); pause it when it is QUEUED again, if it will be")
     new = JobState.STOPPING if state in ALIVE else JobState.PAUSED
-    message = f"paused on request; 'dmuonctl resume {job_id}' continues it"
+    when = " once it is PAUSED" if new is JobState.STOPPING else ""
+    message = f"paused on request; 'dmuonctl resume {job_id}' continues it{when}"
     return change_state(session, job_id, new, guard=Guard(job.version), now=now, reason=Reason.PAUSED, message=message)
 
 
