@@ -30,7 +30,7 @@ from dmuon_runtime.coefficients import Triple, apply_polynomials
 from dmuon_runtime.kernels import KERNELS, SymmetricKernel
 from dmuon_runtime.newton_schulz import default_restarts
 
-__all__ = ["FORMS", "SETS", "SPECTRA", "Emulated", "errors_of", "main", "make_matrix", "run"]
+__all__ = ["FORMS", "SETS", "SPECTRA", "Emulated", "errors_of", "main", "make_matrix", "on_device", "run"]
 
 STEPS = 5
 FORMS: Mapping[str, tuple[int, ...] | None] = {

@@ -13,17 +13,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import dmuon_runtime as dmuon
 from benchmarks.common import expect_positive, print_table, write_result
-from benchmarks.ns_accuracy import Emulated, Known, emulated
+from benchmarks.ns_accuracy import Emulated, Known, emulated, on_device
 from benchmarks.workloads import Workload
-from dmuon_runtime.coefficients import apply_polynomials
 
 __all__ = ["first_gradients", "main", "run"]
 
@@ -72,25 +72,18 @@ def known(gradient: Tensor) -> Known:
     return Known(gradient.cpu(), left.cpu(), values.cpu(), right.mT.cpu())
 
 
-def orthogonalized(gradient: Tensor, matrix: Known, restarts: tuple[int, ...] | None) -> Tensor:
-    """Return the result for ``gradient``, on the CPU."""
-    if gradient.device.type != "cuda":
-        return emulated(matrix, COEFFICIENTS, restarts, Emulated(torch.float16))
-    form: Literal["direct", "gram"] = "direct" if restarts is None else "gram"
-    return dmuon.NewtonSchulz(form, restart_iterations=restarts)(gradient).cpu()
-
-
 def run(hidden: int, steps: int, device: torch.device) -> list[dict[str, Any]]:
     """Return a row for each step and form."""
     rows = []
+    orthogonalize = on_device if device.type == "cuda" else partial(emulated, kernel=Emulated(torch.float16))
     for step, loss, gradients in first_gradients(hidden, steps, device):
         worst = {name: {"error": 0.0, "direction error": 0.0} for name in FORMS}
         for gradient in gradients.values():
             matrix = known(gradient)
-            exact = matrix.left * apply_polynomials(matrix.values, COEFFICIENTS) @ matrix.right.mT
+            exact = matrix.exact(COEFFICIENTS)
             main_direction = matrix.right[:, 0]
             for name, restarts in FORMS.items():
-                off = orthogonalized(gradient, matrix, restarts).double() - exact
+                off = orthogonalize(matrix, COEFFICIENTS, restarts).double() - exact
                 found = {
                     "error": float(off.norm() / exact.norm()),
                     "direction error": float((off @ main_direction).norm() / (exact @ main_direction).norm()),

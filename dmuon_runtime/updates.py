@@ -74,23 +74,25 @@ def momentum_updates(
     return looked_ahead
 
 
+def _passed(tensors: Sequence[Tensor], gate: Tensor | None) -> list[Tensor]:
+    """Return the tensors, zeros in their place where the gate is closed."""
+    return list(tensors) if gate is None else [torch.where(gate > 0, tensor, 0.0) for tensor in tensors]
+
+
 def look_ahead(
     buffers: Sequence[Tensor], gradients: Sequence[Tensor], momentum: float, nesterov: bool, gate: Tensor | None
 ) -> list[Tensor]:
     """Return again what :func:`momentum_updates` returned, of buffers that it has updated; nothing is changed."""
     if not nesterov:
         return list(buffers)
-    if gate is not None:
-        gradients = [torch.where(gate > 0, gradient, 0.0) for gradient in gradients]
-    return [gradient.add(buffer, alpha=momentum) for buffer, gradient in zip(buffers, gradients, strict=True)]
+    pairs = zip(buffers, _passed(gradients, gate), strict=True)
+    return [gradient.add(buffer, alpha=momentum) for buffer, gradient in pairs]
 
 
 def _plain_momentum(
     buffers: Sequence[Tensor], gradients: Sequence[Tensor], momentum: float, nesterov: bool, gate: Tensor | None
 ) -> list[Tensor]:
-    kept, added = list(buffers), list(gradients)
-    if gate is not None:
-        added = [torch.where(gate > 0, gradient, 0.0) for gradient in added]
+    kept, added = list(buffers), _passed(gradients, gate)
     decay(kept, momentum, gate)
     torch._foreach_add_(kept, added)
     return list(torch._foreach_add(added, kept, alpha=momentum)) if nesterov else kept
@@ -139,8 +141,7 @@ def _plain_change(
         torch._foreach_mul_(changes, -lr)
     else:
         changes = list(torch._foreach_mul(list(directions), [-lr * scale for scale in scales]))
-    if gate is not None:
-        changes = [torch.where(gate > 0, change, 0.0) for change in changes]
+    changes = _passed(changes, gate)
     if isinstance(decay_rate, Tensor) or decay_rate != 0.0:
         decay(list(weights), 1.0 - decay_rate, gate)
     torch._foreach_add_(list(weights), [c.to(w.dtype) for w, c in zip(weights, changes, strict=True)])

@@ -74,13 +74,14 @@ class Attestation:
         """Return what was launched and not chosen, or counted and not launched."""
         ran, counted, chosen = launched(self._before, after), applied(self._before, after), self._choice()
         fell_back = self._switch.guard.fallback_steps > self._fallback_steps
-        allowed = {kernel for kernel, _ in chosen} | ({str(FALLBACK_KERNEL)} if fell_back else set())
+        kernels = {kernel for kernel, _ in chosen}
+        allowed = kernels | ({str(FALLBACK_KERNEL)} if fell_back else set())
         strangers = sorted({kernel for kernel, _ in ran | counted.keys()} - allowed)
         silent = counted.keys() - ran
         found = []
         if strangers:
-            kernels = " and ".join(sorted({kernel for kernel, _ in chosen})) or "nothing"
-            found.append(f"launched {' and '.join(strangers)} where {kernels} was chosen")
+            asked = " and ".join(sorted(kernels)) or "nothing"
+            found.append(f"launched {' and '.join(strangers)} where {asked} was chosen")
         elif not fell_back and counted != chosen and sum(counted.values()) == chosen.total():
             found.append(f"ran {_listed(counted)} where {_listed(chosen)} was chosen")
         if silent:
