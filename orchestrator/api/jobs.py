@@ -64,7 +64,13 @@ def read_spec(request: Request, body: bytes) -> JobSpec:
         raise as_service_error(error) from None
 
 
-@router.post("/jobs", status_code=201, response_model=r.JobResource, openapi_extra=SPEC_BODY)
+@router.post(
+    "/jobs",
+    status_code=201,
+    response_model=r.JobResource,
+    responses={200: {"model": r.Validation, "description": "Of ``validate_only``: the spec is right"}},
+    openapi_extra=SPEC_BODY,
+)
 def submit(
     request: Request,
     service: ServiceOf,

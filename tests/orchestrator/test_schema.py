@@ -98,7 +98,7 @@ def _try(
             return  # a stream of a job that lives has no end
         try:
             answer = client.request(**words)
-        except httpx2.InvalidURL:  # longer than the client sends: no server hears of it
+        except (httpx2.InvalidURL, UnicodeEncodeError):  # too long, or a header beyond ASCII: no server hears of it
             seen["unsent"] += 1
             return
         seen[f"{answer.status_code // 100}xx"] += 1
