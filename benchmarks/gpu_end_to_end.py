@@ -81,6 +81,8 @@ class Story:
         workers, other = self.plan.sizes
         first = self.start("first", workers)
         self.watch(first)
+        if self.idle is not None:
+            self.look(first, workers)
         for kernel in reversed(self.plan.kernels):
             self.swap(first, kernel)
         self.pause(first)
@@ -200,6 +202,20 @@ class Story:
         self.facts["launches"] = launched
         only = {kernel for kernel, number in launched.items() if number} == {str(self.plan.kernels[0])}
         self.told.expect(only, f"{self.plan.kernels[0]} alone was launched", launched)
+
+    def look(self, job_id: str, workers: int) -> None:
+        """Expect that the service knows who holds the GPUs: this job's workers and nobody else."""
+        asked = time.time()
+        self.told.wait(lambda: (self.client.gpus().at or 0.0) > asked, "a look at who holds the GPUs", timeout_s=40)
+        found = self.client.gpus().holders
+        text = "; ".join(f"process {one.pid} on GPU {one.gpu}: {one.standing}, {one.why}" for one in found)
+        named = [one for one in found if one.standing != "unknown"]
+        own = {one.pid for one in named if one.standing == "live" and job_id in one.why}
+        right = own == {one.pid for one in named} and len(own) == workers
+        unknown = bool(found) and not named
+        self.told.expect(
+            right or unknown, "the GPUs are its workers' alone, or it cannot be told here", text or "nobody"
+        )
 
     def swap(self, job_id: str, kernel: Kernel) -> None:
         """Swap the kernel; expect that all ranks changed at one step, and that nothing else was launched before it."""
@@ -324,7 +340,7 @@ def _tell(options: argparse.Namespace, told: Transcript, state_dir: Path) -> Sto
     if idle is not None:
         used = ", ".join(f"GPU {index}: {number >> 20} MiB" for index, number in idle.used_bytes.items())
         told.say(f"before: {used}; {len(idle.processes)} processes")
-    service = OwnService(state_dir, num_cpus=2 if options.cpu else None)
+    service = OwnService(state_dir, num_cpus=2 if options.cpu else None, extra={"DMUON_GPU_LOOK_S": "3"})
     with running(service, told) as client:
         story = Story(plan, service, client, told, idle)
         story.run()

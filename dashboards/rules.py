@@ -219,6 +219,17 @@ ALERTS: tuple[Alert, ...] = (
         fires_when="workers or nodes that die",
     ),
     Alert(
+        name="DMuonGpuLeak",
+        # Absent where nobody could look: what is not known is no leak, and no all-clear either.
+        expr="max by (node, gpu) (dmuon_gpu_stray_processes) > 0",
+        lasting="5m",
+        severity="ticket",
+        summary="{{ $value }} processes hold GPU {{ $labels.gpu }} of {{ $labels.node }} and belong to no job",
+        description="That GPU is promised to jobs: one that is placed there finds less memory and is slower. The "
+        "process was left by an attempt that has ended, or is somebody else's; dmuonctl gpus says which.",
+        fires_when="a process on a GPU that no live attempt has started",
+    ),
+    Alert(
         name="DMuonReportsDropped",
         expr="sum by (job) (increase(dmuon_reports_dropped_total[15m])) > 0",
         lasting="0m",

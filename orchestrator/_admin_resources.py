@@ -1,16 +1,16 @@
-"""Documents for who runs the service: quotas, the record of changes, and why a job is where it is."""
+"""Documents for who runs the service: quotas, GPUs, the record of changes, and why a job is where it is."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
 from orchestrator._resource import Resource
 
 __all__ = [
-    "AuditEntry", "AuditPage", "Cause", "CheckpointEntry", "CheckpointList", "Explanation", "QuotaChange", "QuotaList",
-    "QuotaResource", "UsageFigures",
+    "AuditEntry", "AuditPage", "Cause", "CheckpointEntry", "CheckpointList", "Explanation", "GpuHolder", "GpuHolders",
+    "GpuNode", "QuotaChange", "QuotaList", "QuotaResource", "UsageFigures",
 ]  # fmt: skip
 
 _Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -57,6 +57,41 @@ class QuotaList(Resource):
 
     quotas: tuple[QuotaResource, ...]
     used: dict[str, UsageFigures]
+
+
+class GpuNode(Resource):
+    """A node with GPUs, as the last look saw it."""
+
+    node: str
+    gpus: tuple[int, ...]
+    """Indices of the GPUs that were seen."""
+    problem: str
+    """Why it, or some of its GPUs, could not be seen; empty when all of them were."""
+
+
+class GpuHolder(Resource):
+    """A process that holds memory of a GPU."""
+
+    node: str
+    gpu: int
+    uuid: str
+    pid: int
+    """0 where the driver names none."""
+    bytes: int | None
+    user: str
+    command: str
+    started_at: float | None
+    standing: Literal["live", "stray", "unknown"]
+    """Of an attempt that lives; of none; not to be told."""
+    why: str
+
+
+class GpuHolders(Resource):
+    """Who holds the GPUs of the cluster. ``at`` is None when nobody could look."""
+
+    at: float | None = None
+    nodes: tuple[GpuNode, ...] = ()
+    holders: tuple[GpuHolder, ...] = ()
 
 
 class AuditEntry(Resource):

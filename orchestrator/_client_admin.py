@@ -9,7 +9,7 @@ __all__ = ["AdminCalls"]
 
 
 class AdminCalls(Caller):
-    """The part of :class:`~orchestrator.client.Client` about reasons, checkpoints, quotas and the audit."""
+    """The part of :class:`~orchestrator.client.Client` about reasons, checkpoints, quotas, GPUs and the audit."""
 
     def explain(self, job_id: str) -> r.Explanation:
         """Return why a job is where it is."""
@@ -28,6 +28,10 @@ class AdminCalls(Caller):
         headers = {"Content-Type": "application/json"}
         path = f"/v1/quotas/{project}"
         return self._ask(r.QuotaResource, "PUT", path, content=change.model_dump_json(), headers=headers)
+
+    def gpus(self) -> r.GpuHolders:
+        """Return who holds the GPUs of the cluster."""
+        return self._ask(r.GpuHolders, "GET", "/v1/gpus")
 
     def audit(self, *, before: int | None = None, target: str | None = None) -> r.AuditPage:
         """Return who changed what, newest first."""

@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 from orchestrator._budget import JobSeries
 from orchestrator._families import Families
 from orchestrator.clock import Clock
+from orchestrator.gpus import GpuSight, Standing
 from orchestrator.launcher_api import Capacity, Resources
 from orchestrator.store.attempts import attempts_of, count_restarts, totals_of
 from orchestrator.store.database import Database
@@ -59,6 +60,8 @@ class ProcessFigures:
     open_streams: int = 0
     capacity: Capacity | None = None
     """What the cluster was last seen to have; None when it could not be asked."""
+    gpus: GpuSight | None = None
+    """Who was last seen to hold its GPUs; None when it could not be asked."""
 
 
 def registry_of(
@@ -125,6 +128,18 @@ def _add_process(families: Families, figures: ProcessFigures) -> None:
         for amount, found in (("total", total), ("free", figures.capacity.free)):
             families.add("dmuon_cluster_resources", ("cpus", amount), found.cpus)
             families.add("dmuon_cluster_resources", ("gpus", amount), found.gpus)
+    if figures.gpus is not None:
+        _add_gpus(families, figures.gpus)
+
+
+def _add_gpus(families: Families, sight: GpuSight) -> None:
+    for look in sight.looks:
+        families.add("dmuon_gpu_node_seen", (look.node,), not look.problem)
+        for gpu, number in sight.count(look, Standing.STRAY).items():
+            families.add("dmuon_gpu_stray_processes", (look.node, str(gpu)), number)
+        if look.gpus:
+            unknown = sum(sight.count(look, Standing.UNKNOWN).values())
+            families.add("dmuon_gpu_unresolved_processes", (look.node,), unknown)
 
 
 def _add_service(families: Families, session: Session) -> None:

@@ -20,14 +20,15 @@ from typing import Any, TypeVar
 from orchestrator.errors import LauncherUnavailable, StartFailed, SupervisorGone
 from orchestrator.launcher_api import AttemptRef, Capacity, Resources
 from orchestrator.launcher_process import serve_calls
-from worker.contract.actors import NAMESPACE, PLAN_ENTRY, START_ENTRY, supervisor_name
+from worker.contract.actors import GPU_ENTRY, NAMESPACE, PLAN_ENTRY, START_ENTRY, supervisor_name
+from worker.contract.gpus import GpuLook
 from worker.contract.kernels import KernelPolicy
 from worker.contract.messages import AttemptStart, PollBatch, StopRequest
 
 __all__ = ["RayLauncher"]
 
 T = TypeVar("T")
-_CALL_S, _START_S, _PLAN_S = 5.0, 60.0, 300.0
+_CALL_S, _LOOK_S, _START_S, _PLAN_S = 5.0, 15.0, 60.0, 300.0
 
 
 class RayLauncher:
@@ -37,12 +38,18 @@ class RayLauncher:
         self._address = address
         self._lock = threading.Lock()
         self._connected = False
+        self._entry: Any = None
+        """A task that calls an entry point. One for all calls, since Ray keeps each that is made for good."""
         # Ray's own time limits do not cover everything that can hang, so each call runs in a thread that is waited for.
         self._threads = ThreadPoolExecutor(max_workers=32, thread_name_prefix="ray-call")
 
     def capacity(self) -> Capacity:
         """See :class:`~orchestrator.launcher_api.Launcher`."""
         return self._bounded(self._capacity)
+
+    def gpu_looks(self) -> tuple[GpuLook, ...]:
+        """See :class:`~orchestrator.launcher_api.Launcher`. Each node is asked by a task that takes no resources."""
+        return self._bounded(self._gpu_looks, _LOOK_S + _CALL_S)
 
     def start_attempt(self, start: AttemptStart) -> None:
         """See :class:`~orchestrator.launcher_api.Launcher`.
@@ -106,6 +113,8 @@ class RayLauncher:
                     configure_logging=False,
                 )
                 self._connected = True
+            if self._entry is None:
+                self._entry = ray.remote(num_cpus=0, max_retries=0)(_entry_caller())
         return ray
 
     def _bounded(self, call: Callable[[], T], timeout_s: float = 2 * _CALL_S) -> T:
@@ -127,18 +136,23 @@ class RayLauncher:
         nodes = tuple(_resources(node["Resources"]) for node in ray.nodes() if node["Alive"])
         return Capacity(nodes, _resources(ray.available_resources()))
 
+    def _gpu_looks(self) -> tuple[GpuLook, ...]:
+        ray = self._connect()
+        # By address: of two Ray nodes of one machine, either sees its GPUs.
+        nodes = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"] and _gpus_of(node)}
+        asked = {address: self._ask_node(ray, node) for address, node in sorted(nodes.items())}
+        if asked:
+            ray.wait(list(asked.values()), num_returns=len(asked), timeout=_LOOK_S)
+        return tuple(_heard(ray, address, reference) for address, reference in asked.items())
+
+    def _ask_node(self, ray: Any, node: Mapping[str, Any]) -> Any:
+        here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        return self._entry.options(scheduling_strategy=here).remote(GPU_ENTRY, str(_gpus_of(node)))
+
     def _run_entry(self, entry: str, argument: str, timeout_s: float) -> Any:
         ray = self._connect()
 
-        def body(
-            address: str, text: str
-        ) -> Any:  # nested, so that it travels by value: the other side has no such module
-            import importlib
-
-            module, _, function = address.partition(":")
-            return getattr(importlib.import_module(module), function)(text)
-
-        reference = ray.remote(num_cpus=0, max_retries=0)(body).remote(entry, argument)
+        reference = self._entry.remote(entry, argument)
         try:
             return ray.get(reference, timeout=timeout_s)
         except ray.exceptions.RayTaskError as error:
@@ -187,6 +201,34 @@ class RayLauncher:
             if job_id in entry["name"] and entry["state"] != "REMOVED"
         ]
         return (*actors, *groups)
+
+
+def _entry_caller() -> Callable[[str, str], Any]:
+    def call(address: str, text: str) -> Any:  # nested, so that it travels by value: the other side has no such module
+        import importlib
+
+        module, _, function = address.partition(":")
+        return getattr(importlib.import_module(module), function)(text)
+
+    return call
+
+
+def _heard(ray: Any, address: str, reference: Any) -> GpuLook:
+    """Return what a node answered, or why it did not."""
+    try:
+        look = GpuLook.model_validate_json(ray.get(reference, timeout=0))
+    except ray.exceptions.GetTimeoutError:
+        ray.cancel(reference, force=True)
+        look = GpuLook(problem=f"it did not answer within {_LOOK_S:g} s")
+    except ray.exceptions.RayTaskError as error:  # whose own text is a traceback
+        look = GpuLook(problem=f"looking failed there: {type(error.cause).__name__}: {_short(error.cause)}")
+    except (ray.exceptions.RayError, ValueError) as error:
+        look = GpuLook(problem=f"it cannot be asked: {_short(error)}")
+    return look.model_copy(update={"node": address})
+
+
+def _gpus_of(node: Mapping[str, Any]) -> float:
+    return float(node["Resources"].get("GPU", 0.0))
 
 
 def _short(error: Exception) -> str:

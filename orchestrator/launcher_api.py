@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from worker.contract.gpus import GpuLook
 from worker.contract.kernels import KernelPolicy
 from worker.contract.messages import AttemptStart, PollBatch, StopRequest
 
@@ -66,6 +67,10 @@ class Launcher(Protocol):
 
     def capacity(self) -> Capacity:
         """Return what there is and what is free."""
+        ...
+
+    def gpu_looks(self) -> tuple[GpuLook, ...]:
+        """Return who holds the GPUs of each node that has some; a node that cannot be asked is one with a problem."""
         ...
 
     def start_attempt(self, start: AttemptStart) -> None:

@@ -17,19 +17,23 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from orchestrator.call_process import CallProcess
 from orchestrator.errors import ChildFailed, LauncherUnavailable, ServiceError, StartFailed, SupervisorGone
 from orchestrator.launcher_api import AttemptRef, Capacity, Launcher
+from worker.contract.gpus import GpuLook
 from worker.contract.kernels import KernelPolicy
 from worker.contract.messages import AttemptStart, PollBatch, StopRequest
 
 __all__ = ["EntryLauncher", "ProcessLauncher", "serve_calls"]
 
-_CALL_S, _START_S, _PLAN_S = 15.0, 75.0, 320.0
+_CALL_S, _LOOK_S, _START_S, _PLAN_S = 15.0, 30.0, 75.0, 320.0
 """Time limits of this side; the child's own are shorter, and its answer says more than its end."""
 _MAX_CALLS = 16
 _ERRORS: dict[str, type[ServiceError]] = {
     kind.code: kind for kind in (LauncherUnavailable, StartFailed, SupervisorGone)
 }
 _CAPACITY, _NAMES = TypeAdapter(Capacity), TypeAdapter(tuple[str, ...])
-Method = Literal["capacity", "start_attempt", "run_entry", "poll", "set_kernels", "stop", "leave", "kill", "remains"]
+_LOOKS = TypeAdapter(tuple[GpuLook, ...])
+Method = Literal[
+    "capacity", "gpu_looks", "start_attempt", "run_entry", "poll", "set_kernels", "stop", "leave", "kill", "remains"
+]  # fmt: skip
 
 
 class EntryLauncher(Launcher, Protocol):
@@ -73,6 +77,10 @@ class ProcessLauncher:
     def capacity(self) -> Capacity:
         """See :class:`~orchestrator.launcher_api.Launcher`."""
         return _CAPACITY.validate_json(self._ask(_Call(method="capacity")))
+
+    def gpu_looks(self) -> tuple[GpuLook, ...]:
+        """See :class:`~orchestrator.launcher_api.Launcher`."""
+        return _LOOKS.validate_json(self._ask(_Call(method="gpu_looks"), _LOOK_S))
 
     def start_attempt(self, start: AttemptStart) -> None:
         """See :class:`~orchestrator.launcher_api.Launcher`."""
@@ -160,6 +168,7 @@ def _dispatch(launcher: EntryLauncher, call: _Call) -> str:
     ref = call.ref or AttemptRef("", 0, "")
     answers: dict[str, Callable[[], str | None]] = {
         "capacity": lambda: _CAPACITY.dump_json(launcher.capacity()).decode(),
+        "gpu_looks": lambda: _LOOKS.dump_json(launcher.gpu_looks()).decode(),
         "start_attempt": lambda: launcher.start_attempt(AttemptStart.model_validate_json(call.body)),
         "run_entry": lambda: launcher.run_entry(call.body),
         "poll": lambda: launcher.poll(ref, call.cursor, call.limit).model_dump_json(),

@@ -16,6 +16,9 @@ from orchestrator._admin_resources import (
     CheckpointEntry,
     CheckpointList,
     Explanation,
+    GpuHolder,
+    GpuHolders,
+    GpuNode,
     QuotaChange,
     QuotaList,
     QuotaResource,
@@ -40,10 +43,10 @@ from worker.contract.spec import JobSpec
 
 __all__ = [
     "AttemptResource", "AuditEntry", "AuditPage", "BreakerChange", "BreakerResource", "BreakerWord", "Cause",
-    "CheckpointEntry", "CheckpointList", "CommFigures", "ConditionResource", "ErrorGroup", "EventPage",
-    "EventResource", "Explanation", "JobPage", "JobResource", "JobSummary", "KernelList", "KernelResource",
-    "LogDropped", "LogLine", "LogPage", "MetricsPage", "NsFigures", "PlanSummary", "Progress", "QuotaChange",
-    "QuotaList", "QuotaResource", "RankFigures", "RankPace", "RanksResource", "Resource", "RouteFigures",
+    "CheckpointEntry", "CheckpointList", "CommFigures", "ConditionResource", "ErrorGroup", "EventPage", "EventResource",
+    "Explanation", "GpuHolder", "GpuHolders", "GpuNode", "JobPage", "JobResource", "JobSummary", "KernelList",
+    "KernelResource", "LogDropped", "LogLine", "LogPage", "MetricsPage", "NsFigures", "PlanSummary", "Progress",
+    "QuotaChange", "QuotaList", "QuotaResource", "RankFigures", "RankPace", "RanksResource", "Resource", "RouteFigures",
     "RoutesResource", "RuntimeBreaker", "StepPoint", "SwapList", "SwapRequest", "SwapResource", "UsageFigures",
     "Validation",
 ]  # fmt: skip

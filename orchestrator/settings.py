@@ -44,6 +44,8 @@ class Settings:
     """How long a finished job's series stay."""
     metrics_series_budget: int = 200
     """How many Prometheus series a job may export; families over it are left out whole and counted."""
+    gpu_look_s: float = 60.0
+    """How often each node is asked who holds its GPUs."""
     max_request_bytes: int = 1 << 20
     max_streams: int = 2000
     """Streams of events and logs that may be open at once."""
@@ -139,6 +141,7 @@ _VARIABLES: Mapping[str, tuple[str, Any]] = {
     "planner": ("DMUON_PLANNER", str),
     "metrics_grace_s": ("DMUON_METRICS_GRACE_S", _seconds),
     "metrics_series_budget": ("DMUON_METRICS_SERIES_BUDGET", _count),
+    "gpu_look_s": ("DMUON_GPU_LOOK_S", _seconds),
     "max_request_bytes": ("DMUON_MAX_REQUEST_BYTES", _count),
     "max_streams": ("DMUON_MAX_STREAMS", _count),
     "path_roots": ("DMUON_PATH_ROOTS", _folders),

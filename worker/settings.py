@@ -7,7 +7,10 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["WorkerSettings", "prepare_for_gpu", "read_settings"]
+__all__ = ["ATTEMPT_VARIABLE", "WorkerSettings", "hand_on_mark", "prepare_for_gpu", "read_settings", "visible_gpus"]
+
+ATTEMPT_VARIABLE = "DMUON_ATTEMPT"
+"""What a rank tells the programs that it starts: whose they are. Read by whoever looks at a GPU's processes."""
 
 
 def _default_cache() -> Path:
@@ -58,3 +61,13 @@ def prepare_for_gpu(rank: int, *, shares_it: bool) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if shares_it:
         os.environ.setdefault("NCCL_HOSTID", f"rank-{rank}")
+
+
+def hand_on_mark(mark: str) -> None:
+    """Let every program that this process starts bear ``mark`` in its environment."""
+    os.environ[ATTEMPT_VARIABLE] = mark
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """Return the indices or UUIDs that this process was restricted to; empty: no restriction."""
+    return tuple(part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip())

@@ -144,6 +144,32 @@ ROOM = RowSpec(
             minimum=0,
             width=6,
         ),
+        PanelSpec(
+            title="Processes on GPUs without a job",
+            question="Does something hold a GPU, which is promised to jobs, and belong to no attempt that lives?",
+            when_red="Any, for minutes: `dmuonctl gpus` on the service's machine names process, user and why it is "
+            "nobody's. End it on its node by its id, as the runbook says under DMuonGpuLeak. No value: that GPU was "
+            "not seen, look at 'GPUs that cannot be watched'.",
+            queries=(Query("max by (node, gpu) (dmuon_gpu_stray_processes)", "{{node}} GPU {{gpu}}"),),
+            minimum=0,
+            warn_above=1,
+            width=12,
+            filled_by="a node with a GPU",
+        ),
+        PanelSpec(
+            title="GPUs that cannot be watched",
+            question="Which nodes do not say who holds their GPUs, and where are processes that cannot be told?",
+            when_red="not seen: `dmuonctl gpus` has the reason; the node is slow, has no driver or no nvidia-ml-py. "
+            "not to be told: Ray's container needs the host's processes (`pid: host`). Neither says a GPU is free.",
+            queries=(
+                Query("1 - max by (node) (dmuon_gpu_node_seen)", "{{node}}: not seen"),
+                Query("max by (node) (dmuon_gpu_unresolved_processes)", "{{node}}: not to be told"),
+            ),
+            minimum=0,
+            warn_above=1,
+            width=12,
+            filled_by="a node with a GPU",
+        ),
     ),
 )
 

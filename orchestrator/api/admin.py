@@ -1,4 +1,4 @@
-"""Quotas of projects, and the record of changes."""
+"""Quotas of projects, who holds the GPUs, and the record of changes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from orchestrator import resources as r
 from orchestrator.api.auth import ADMIN, Principal, require
 from orchestrator.api.service import MAX_INTEGER, Body, MatchHeader, ServiceOf, check_match, keyed, note, noted, reply
 from orchestrator.errors import NotFound
+from orchestrator.gpus import why
 from orchestrator.reconcile.admission import usage_by_project
 from orchestrator.store.audit import audit_before
 from orchestrator.store.models import QuotaRow
@@ -79,6 +80,23 @@ def _quota(row: QuotaRow) -> r.QuotaResource:
 
 def _tag(row: QuotaRow) -> dict[str, str]:
     return {"ETag": f'"{row.version}"'}
+
+
+@router.get("/gpus", response_model=r.GpuHolders)
+def gpus(service: ServiceOf, _: Admin) -> Response:
+    """Who held the GPUs of the cluster at the last look. For the operator: command lines may hold others' secrets."""
+    sight = service.reconciler.gpus.sight
+    if sight is None:
+        return reply(r.GpuHolders())
+    nodes = tuple(r.GpuNode(node=look.node, gpus=look.gpus, problem=look.problem) for look in sight.looks)
+    holders = tuple(
+        r.GpuHolder.model_validate(
+            process.model_dump(exclude={"found", "mark"})
+            | {"node": look.node, "standing": standing, "why": why(process, standing)}
+        )
+        for look, process, standing in sight.processes()
+    )
+    return reply(r.GpuHolders(at=sight.at, nodes=nodes, holders=holders))
 
 
 @router.get("/audit", response_model=r.AuditPage)

@@ -121,6 +121,7 @@ def _service(settings: Settings, launcher: Launcher, planner: Planner, clock: Cl
         logs=logs,
         reports=ReportStore(settings.state_dir / "reports"),
         history_s=settings.history_s,
+        gpu_look_s=settings.gpu_look_s,
     )
     return Service(
         settings=settings,

@@ -60,6 +60,7 @@ def metrics(service: ServiceOf) -> Response:
             last_pass_at=service.reconciler.last_pass_at,
             open_streams=service.hub.open_streams,
             capacity=service.reconciler.capacity,
+            gpus=service.reconciler.gpus.sight,
         ),
     )
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

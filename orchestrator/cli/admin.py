@@ -11,13 +11,14 @@ from orchestrator import resources as r
 from orchestrator.cli import _console as c
 from orchestrator.cli.cleaning import clean
 from orchestrator.cli.kernels import AsJson, Url
+from orchestrator.cli.logs import printable
 
 __all__ = ["add_admin_commands"]
 
 
 def add_admin_commands(app: typer.Typer) -> None:
-    """Add ``explain``, ``checkpoints``, ``clean``, ``quota`` and ``audit``."""
-    for command in (explain, checkpoints, clean, quota, audit):
+    """Add ``explain``, ``checkpoints``, ``clean``, ``quota``, ``gpus`` and ``audit``."""
+    for command in (explain, checkpoints, clean, quota, gpus, audit):
         app.command()(command)
 
 
@@ -81,6 +82,39 @@ def quota(
     for name, used in found.used.items():
         text = f"{used.cpus:g} CPUs, {used.gpus:g} GPUs in {used.jobs} jobs"
         c.console.print(f"{name:<20} uses {text}", markup=False)
+
+
+def gpus(
+    everybody: Annotated[bool, typer.Option("--all", help="Also processes of attempts that live.")] = False,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """List processes that hold a GPU and belong to no attempt that lives, and nodes that could not be seen."""
+    with c.connected(url) as client:
+        found = client.gpus()
+    if as_json:
+        return c.print_json(found)
+    if found.at is None:
+        return c.errors.print("nobody knows: the cluster could not be asked, or not yet")
+    unseen = [node for node in found.nodes if node.problem]
+    seen = len(found.nodes) - len(unseen)
+    c.console.print(f"{_clock(found.at)}: all GPUs of {seen} nodes were seen, not all of {len(unseen)}", markup=False)
+    for node in unseen:
+        c.console.print(f"{node.node}  NOT SEEN: {node.problem}", markup=False)
+    shown = [holder for holder in found.holders if everybody or holder.standing != "live"]
+    for holder in shown:
+        c.console.print(_holder(holder), markup=False, soft_wrap=True)
+    if not shown:
+        c.errors.print("no process was seen that belongs to no attempt")
+
+
+def _holder(holder: r.GpuHolder) -> str:
+    size = "?" if holder.bytes is None else f"{holder.bytes / 2**30:.2f}"
+    since = "" if holder.started_at is None else f"  since {_clock(holder.started_at)}"
+    process = f"process {holder.pid}" if holder.pid else "no process"
+    who = f"  {holder.user}{since}  {printable(holder.command)}" if holder.command else ""
+    place = f"{holder.node}  GPU {holder.gpu}  {process}  {size} GiB{who}"
+    return f"{place}\n  {holder.standing}: {holder.why}"
 
 
 def audit(

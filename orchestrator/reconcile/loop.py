@@ -21,6 +21,7 @@ from orchestrator.reconcile._drivers import Drivers
 from orchestrator.reconcile.admission import admit_queued
 from orchestrator.reconcile.attempts import drive_attempt
 from orchestrator.reconcile.context import Context
+from orchestrator.reconcile.gpu_watch import GpuWatch
 from orchestrator.reconcile.planning import plan_submitted
 from orchestrator.reconcile.preemption import preempt_for_priority
 from orchestrator.reconcile.succession import queue_restarts
@@ -44,8 +45,8 @@ _REST = 2.0
 _DRIVERS = 8
 _CAPACITY_S = 10.0
 """How often the cluster's capacity is looked at for those who watch; admission asks for itself."""
-_LOOK = "capacity"
-"""Stands among the ids of driven jobs: a cluster that does not say what it has holds up no job."""
+_LOOK, _GPUS = "capacity", "gpus"
+"""Stand among the ids of driven jobs: a cluster that does not say what it has holds up no job."""
 
 
 class Reconciler:
@@ -67,18 +68,12 @@ class Reconciler:
         logs: LogStore | None = None,
         reports: ReportStore | None = None,
         history_s: float = math.inf,
+        gpu_look_s: float = 60.0,
     ) -> None:
         self.context = Context(
-            database=database,
-            launcher=launcher,
-            planner=planner,
-            clock=clock,
-            holder=secrets.token_hex(8),
-            changed=changed,
-            checkpoints=checkpoints,
-            logs=logs,
-            reports=reports,
-        )
+            database=database, launcher=launcher, planner=planner, clock=clock, holder=secrets.token_hex(8),
+            changed=changed, checkpoints=checkpoints, logs=logs, reports=reports,
+        )  # fmt: skip
         self._interval_s, self._lease_s, self._timed = interval_s, lease_s, timed
         self._history_s, self._patience_s = history_s, patience_s
         self._stop = threading.Event()
@@ -91,6 +86,7 @@ class Reconciler:
         """Wall clock at the end of the last pass; None before the first."""
         self.capacity: Capacity | None = None
         """What the cluster was last seen to have; None when it could not be asked."""
+        self.gpus = GpuWatch(self.context, gpu_look_s)
 
     def start(self) -> None:
         """Begin; the threads end by :meth:`stop`."""
@@ -138,15 +134,19 @@ class Reconciler:
                 self._driven[job.id] = self._drivers.submit(partial(drive_attempt, self.context, job.id))
         if _LOOK not in self._driven and self.context.clock() >= self._next_look:
             self._driven[_LOOK] = self._drivers.submit(self._look_at_capacity)
+        if _GPUS not in self._driven and self.gpus.due:
+            self._driven[_GPUS] = self._drivers.submit(self.gpus.look)
         # A pass that is made by hand has nobody who would make the next one: it is waited for.
-        wait(self._driven.values(), timeout=self._patience_s if self._threads else None)
+        awaited = [one for key, one in self._driven.items() if key != _GPUS or not self._threads]
+        wait(awaited, timeout=self._patience_s if self._threads else None)
         for job_id, future in [(key, one) for key, one in self._driven.items() if one.done()]:
             del self._driven[job_id]
             error = None if future.cancelled() else future.exception()
             if isinstance(error, LeaseLost):
                 raise error
             if error is not None:
-                _log.error("job %s could not be driven; the next pass tries again", job_id, exc_info=error)
+                what = "the cluster" if job_id in (_LOOK, _GPUS) else f"job {job_id}"
+                _log.error("%s could not be driven; the next pass tries again", what, exc_info=error)
 
     def plan_once(self) -> None:
         """Plan what was submitted."""

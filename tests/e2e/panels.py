@@ -149,6 +149,8 @@ def _fleet(look: Look) -> dict[str, Panel]:
         "Queue wait": dict.fromkeys(("median", "95 %"), waits),
         "CPUs": {"total": (2, 2), "free": (0, 0)},
         "GPUs": {"total": (0, 1024), "free": (gpus, gpus)},
+        "Processes on GPUs without a job": {OTHERS: (0, 0)},
+        "GPUs that cannot be watched": {OTHERS: (0, 1024)},
     }
 
 

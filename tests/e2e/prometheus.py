@@ -17,10 +17,12 @@ from dashboards.__main__ import GENERATED
 from orchestrator.cli.own_service import OwnService
 from tests.architecture.source import ROOT
 
-__all__ = ["LATER", "Prometheus", "running_prometheus"]
+__all__ = ["LATER", "NEEDS_GPU", "Prometheus", "running_prometheus"]
 
 LATER = ("dmuon_checkpoint_timestamp_seconds", "dmuon_checkpoint_every_steps")
 """Operands of an alert that only a job with checkpoints has, after its first."""
+NEEDS_GPU = ("dmuon_gpu_stray_processes",)
+"""Operands of an alert that only a cluster with GPUs has."""
 
 
 class Prometheus:

@@ -105,15 +105,20 @@ def wide(page: Page) -> int:
     return found
 
 
-NOT_CAUSED = {"Alerts": "an alert of a job lasts minutes before it fires; promtool's tests fire each"}
-"""Marks that no test fills, and why."""
+_NO_GPU = "there is no GPU here; tests/worker/test_gpus_cuda.py has one, tests/orchestrator/test_gpus.py the figures"
+NOT_CAUSED = {
+    "Alerts": "an alert of a job lasts minutes before it fires; promtool's tests fire each",
+    "Processes on GPUs without a job": _NO_GPU,
+    "GPUs that cannot be watched": _NO_GPU,
+}
+"""Marks and panels that no test fills, and why."""
 
 
 def filled_by_events() -> dict[str, str]:
     """Every query of a panel or a mark that is empty until its event, by board and title."""
     found = {name: name for name in LATER}
     for board in BOARDS:
-        filled = [panel for panel in board.panels if panel.filled_by is not None]
+        filled = [panel for panel in board.panels if panel.filled_by is not None and panel.title not in NOT_CAUSED]
         found |= {f"{board.uid} / {p.title} / {q.expr}": q.expr for p in filled for q in p.queries}
         marks = [mark for mark in board.annotations if mark.name not in NOT_CAUSED]
         found |= {f"{board.uid} / mark {mark.name}": mark.expr for mark in marks}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from orchestrator.errors import LauncherUnavailable, PlanRefusedProblem, SupervisorGone
 from orchestrator.launcher_api import AttemptRef, Capacity, Resources
 from worker.contract.errors import ErrorValue, FieldError
+from worker.contract.gpus import GpuLook
 from worker.contract.kernels import Algorithm, Kernel, KernelAvailability, KernelPolicy
 from worker.contract.messages import (
     STEP_SECONDS_BUCKETS,
@@ -230,6 +231,7 @@ class FakeLauncher:
         self.total = Resources(cpus=cpus)
         self.free: Resources | None = None
         self.attempts: dict[tuple[str, int], FakeAttempt] = {}
+        self.looks: tuple[GpuLook, ...] = ()
         self.leftovers: tuple[str, ...] = ()
         self.start_error: Exception | None = None
         self.unreachable = False
@@ -256,6 +258,10 @@ class FakeLauncher:
     def capacity(self) -> Capacity:
         self._enter()
         return Capacity((self.total,), self.total if self.free is None else self.free)
+
+    def gpu_looks(self) -> tuple[GpuLook, ...]:
+        self._enter()
+        return self.looks
 
     def start_attempt(self, start: AttemptStart) -> None:
         self._enter()

@@ -16,6 +16,7 @@ from orchestrator.store.jobs import find_job
 from orchestrator.timings import Histogram
 from tests.orchestrator.conftest import World
 from tests.orchestrator.fakes import FORWARD, MATRICES, FakeAttempt, make_report
+from worker.contract.gpus import GpuLook
 from worker.contract.messages import Entry, PollBatch
 from worker.contract.metrics import CATALOGUE
 from worker.contract.states import Reason
@@ -46,6 +47,7 @@ def with_reports(world: World) -> str:
 
 
 def test_every_entry_of_the_catalogue_is_produced_and_nothing_else(world: World) -> None:
+    world.launcher.looks = (GpuLook(node="10.0.0.5", gpus=(0,)),)
     with_reports(world)
     world.client.put("/v1/kernels/quack/breaker", json={"action": "trip", "reason": "x"})
     text = world.client.get("/metrics").text

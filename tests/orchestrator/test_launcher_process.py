@@ -22,6 +22,7 @@ import os, sys, time
 from orchestrator.errors import StartFailed
 from orchestrator.launcher_process import serve_calls
 from tests.orchestrator.fakes import FakeLauncher, make_report
+from worker.contract.gpus import GpuLook, GpuProcess
 
 class Launcher(FakeLauncher):
     def start_attempt(self, start):
@@ -45,7 +46,9 @@ class Launcher(FakeLauncher):
         return request.upper()
 
 print("chatter", flush=True)
-serve_calls(Launcher(cpus=8), sys.stdin, sys.stdout)
+launcher = Launcher(cpus=8)
+launcher.looks = (GpuLook(node="10.0.0.5", gpus=(0,), processes=(GpuProcess(pid=7, gpu=0, uuid="GPU-a", mark="j:1"),)),)
+serve_calls(launcher, sys.stdin, sys.stdout)
 """
 
 
@@ -65,6 +68,8 @@ def start(job_id: str) -> AttemptStart:
 def test_every_call_crosses(launcher: ProcessLauncher) -> None:
     ref = AttemptRef("j", 1, "f")
     assert launcher.capacity() == Capacity((Resources(8),), Resources(8))
+    (look,) = launcher.gpu_looks()
+    assert (look.node, look.processes[0].pid, look.processes[0].mark) == ("10.0.0.5", 7, "j:1")
     with pytest.raises(SupervisorGone, match="no such actor"):
         launcher.poll(ref, 0, 10)
     launcher.start_attempt(start("j"))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -16,7 +19,9 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group_table
 
-from worker.contract.actors import NAMESPACE, supervisor_name
+from orchestrator.launcher import RayLauncher
+from worker.contract.actors import NAMESPACE, rank_name, supervisor_name
+from worker.contract.gpus import GpuLook
 from worker.contract.kernels import KernelPolicy
 from worker.contract.load import validate_spec
 from worker.contract.messages import AttemptEnd, AttemptStart, Entry, Milestone, PollBatch, RankError, StopRequest
@@ -33,12 +38,14 @@ def cluster() -> Iterator[None]:
     """A Ray of four logical CPUs on loopback, in a directory of its own, that ends with this module."""
     directory = tempfile.mkdtemp(prefix="ray")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{ROOT}:{HELPERS}")
+        patch.setenv("PYTHONPATH", f"{ROOT}:{HELPERS}:{HELPERS / 'nvml'}")
+        patch.setenv("FAKE_NVML", f"{directory}/nvml.json")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.syspath_prepend(str(HELPERS))
         ray.init(
-            address="local", num_cpus=4, _node_ip_address="127.0.0.1", _temp_dir=directory, include_dashboard=False,
-            object_store_memory=80_000_000, namespace="tests", log_to_driver=False, logging_level="ERROR",
+            address="local", num_cpus=4, num_gpus=1, _node_ip_address="127.0.0.1", _temp_dir=directory,
+            include_dashboard=False, object_store_memory=80_000_000, namespace="tests",
+            log_to_driver=False, logging_level="ERROR",
         )  # fmt: skip
         yield
         ray.shutdown()
@@ -198,6 +205,33 @@ def test_cancel_stops_all_ranks_after_the_same_step() -> None:
     assert attempt.told_by(0) == attempt.told_by(1)
 
 
+def test_ranks_on_a_gpu_are_told_from_others_and_a_node_that_hangs_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt = Driven(spec(steps=4000), "holds")
+    attempt.until("group_formed")
+    ranks = [ray.get_actor(rank_name("holds", 1, rank), namespace=NAMESPACE) for rank in (0, 1)]
+    own = [int(place["pid"]) for place in ray.get([actor.hello.remote() for actor in ranks])]
+    launcher, listed = RayLauncher("this Ray, which is joined already"), Path(os.environ["FAKE_NVML"])
+    with subprocess.Popen(["sleep", "60"]) as stranger:
+        listed.write_text(json.dumps([[pid, 1 << 30] for pid in (*own, stranger.pid)]))
+        (look,) = launcher.gpu_looks()
+        stranger.kill()
+    here = ray.nodes()[0]["NodeManagerAddress"]
+    assert (look.node, look.gpus, look.problem) == (here, (0,), "")
+    assert {process.pid: process.mark for process in look.processes} == {
+        own[0]: "holds:1", own[1]: "holds:1", stranger.pid: "",
+    }  # fmt: skip
+    assert ray.available_resources()["GPU"] == 1, "looking takes nothing of what is promised"
+    ray.get(attempt.actor.stop.remote("secret", stop_request()))
+    assert attempt.end().reason == Reason.CANCELLED
+    listed.write_text("hang")
+    monkeypatch.setattr("orchestrator.launcher._LOOK_S", 1.5)
+    assert launcher.gpu_looks() == (GpuLook(node=here, problem="it did not answer within 1.5 s"),)
+    listed.write_text("raise")
+    monkeypatch.setattr("orchestrator.launcher._LOOK_S", 15.0)
+    problem = "looking failed there: RuntimeError: no such driver"
+    assert launcher.gpu_looks() == (GpuLook(node=here, problem=problem),)
+
+
 def test_ranks_that_do_not_listen_are_killed() -> None:
     attempt = Driven(spec(steps=100_000, fault="deaf"), "deaf")
     attempt.until("2 epoch")
@@ -284,7 +318,5 @@ def test_a_wrong_fence_changes_nothing() -> None:
 
 
 def test_actor_modules_import_no_torch() -> None:
-    import subprocess
-
     code = "import sys, worker.actors.entry, worker.actors.supervisor; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -16,9 +16,11 @@ import ray
 from worker.actors._sender import Sender, rank_journal
 from worker.actors._stacks import offer_stacks
 from worker.contract.errors import ErrorValue
+from worker.contract.gpus import attempt_mark
 from worker.contract.kernels import KernelPolicy
 from worker.contract.messages import AttemptStart, Milestone, RankError
 from worker.contract.spec import JobSpec
+from worker.marks import mark_process
 from worker.outcome import EndKind, RankEnd
 from worker.watchdog import Beat
 
@@ -34,6 +36,7 @@ class RankActor:
         self._mailbox: Any = None
         self._store: Any = None
         self._place: Any = None
+        mark_process(attempt_mark(self._attempt.job_id, self._attempt.attempt))
         self._log_problem = self._capture_output()
 
     def _capture_output(self) -> str:

@@ -13,7 +13,7 @@ The supervisor actor answers (every argument and result is JSON text of a messag
 
 from __future__ import annotations
 
-__all__ = ["NAMESPACE", "PLAN_ENTRY", "START_ENTRY", "rank_name", "supervisor_name"]
+__all__ = ["GPU_ENTRY", "NAMESPACE", "PLAN_ENTRY", "START_ENTRY", "rank_name", "supervisor_name"]
 
 NAMESPACE = "dmuon"
 START_ENTRY = "worker.actors.entry:start_supervisor"
@@ -21,6 +21,8 @@ START_ENTRY = "worker.actors.entry:start_supervisor"
 it. Idempotent: an existing supervisor of the same name is left as it is."""
 PLAN_ENTRY = "worker.planner:answer"
 """``answer(request_json: str) -> str``: plans in whatever process has torch."""
+GPU_ENTRY = "worker.gpus:answer"
+"""``answer(number: str) -> str``: looks who holds the GPUs of its node, of which Ray has ``number``; a ``GpuLook``."""
 
 
 def supervisor_name(job_id: str, attempt: int) -> str:

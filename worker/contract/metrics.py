@@ -87,6 +87,10 @@ CATALOGUE: tuple[Metric, ...] = (
     _m("dmuon_queue_depth", "gauge", "1", "", "Jobs that wait"),
     _m("dmuon_queue_wait_seconds", "histogram", "seconds", "", "From submission to the start of the first attempt"),
     _m("dmuon_cluster_resources", "gauge", "1", "resource amount", "CPUs and GPUs of the cluster, in all and free"),
+    _m("dmuon_gpu_stray_processes", "gauge", "1", "node gpu",
+       "Processes on a GPU that belong to no live attempt; absent where a look did not see the GPU"),
+    _m("dmuon_gpu_unresolved_processes", "gauge", "1", "node", "Processes on GPUs that cannot be told from their node"),
+    _m("dmuon_gpu_node_seen", "gauge", "1", "node", "1 where the last look saw all GPUs of a node, else 0"),
     # The control plane itself.
     _m("dmuon_http_request_duration_seconds", "histogram", "seconds", "handler method code",
        "Time to answer a request, by URL template"),
