@@ -97,8 +97,8 @@ def gpus(
     if found.at is None:
         return c.errors.print("nobody knows: the cluster could not be asked, or not yet")
     unseen = [node for node in found.nodes if node.problem]
-    seen = len(found.nodes) - len(unseen)
-    c.console.print(f"{_clock(found.at)}: all GPUs of {seen} nodes were seen, not all of {len(unseen)}", markup=False)
+    number = len(found.nodes)
+    c.console.print(f"{_clock(found.at)}  nodes with GPUs: {number}, seen: {number - len(unseen)}", markup=False)
     for node in unseen:
         c.console.print(f"{node.node}  NOT SEEN: {node.problem}", markup=False)
     shown = [holder for holder in found.holders if everybody or holder.standing != "live"]

@@ -178,7 +178,7 @@ def test_the_operator_sees_who_it_is(world: World, client: Client) -> None:  # n
     world.clock.advance(60)
     world.turn()
     text = run("gpus")
-    assert "all GPUs of 1 nodes were seen, not all of 1" in text
+    assert "nodes with GPUs: 2, seen: 1" in text
     assert f"{OTHER}  NOT SEEN: it did not answer within 15 s" in text
     assert f"{NODE}  GPU 0  process 8  1.50 GiB  eve  since 1970" in text and "  python train.py\n" in text
     assert "stray: nothing of this service started it" in text and "process 7" not in text
