@@ -13,6 +13,7 @@ On CUDA ``--trace-steps`` steps of each are traced when all turns are over, and 
 because of communication (:mod:`benchmarks._exposed`): of every contestant alike, the most exposed rank's. Beside it
 stands what the runtime counted of its own in the timed turns. 0 turns tracing off; ``--trace`` keeps one more step.
 
+The JSON is written anew after every group, so that what breaks later takes nothing of it.
 It ends with exit code 1 where losses differ that should be the same: all begin with the same weights, and one optimizer
 trains the same however it is sharded. Targets are printed with what was found; missing one is no failure.
 """
@@ -22,7 +23,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,16 @@ __all__ = ["main"]
 BASE = "fsdp2 + adamw"
 
 
-def run(options: argparse.Namespace, grid: DeviceMesh, device: torch.device) -> list[dict[str, Any]]:
-    """Measure those of each Z mode in turns; return a row for each contestant. Collective."""
+Rows = list[dict[str, Any]]
+
+
+def run(
+    options: argparse.Namespace,
+    grid: DeviceMesh,
+    device: torch.device,
+    keep: Callable[[Rows], object] = lambda rows: None,
+) -> Rows:
+    """Measure those of each Z mode in turns, and ``keep`` what there is so far; return all rows. Collective."""
     workload, names = WORKLOADS[options.workload].with_batch(options.batch), _chosen(options.only)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
@@ -56,7 +65,7 @@ def run(options: argparse.Namespace, grid: DeviceMesh, device: torch.device) -> 
             if options.trace_steps:
                 runner.trace(options.trace_steps)
 
-    rows: list[dict[str, Any]] = []
+    rows: Rows = []
     gc.collect()
     gc.freeze()  # what was imported stays: a collection then takes no half second
     at_once = num_at_once(workload, grid.size(1), device)
@@ -66,6 +75,7 @@ def run(options: argparse.Namespace, grid: DeviceMesh, device: torch.device) -> 
             base = next((row["step ms"] for row in found if row["contestant"].startswith(BASE)), None)
             rows += [row | {"over adamw": None if base is None else row["step ms"] / base} for row in found]
             let_go(device)
+            keep(rows)
     return rows
 
 
@@ -102,16 +112,24 @@ def main(arguments: Sequence[str]) -> int:
     device = join_group()
     try:
         grid = open_grid(device, options.replicate)
-        rows = run(options, grid, device)
-        return _report(rows, options, (grid.size(0), grid.size(1)), device) if dist.get_rank() == 0 else 0
+        shape, is_first = (grid.size(0), grid.size(1)), dist.get_rank() == 0
+        rows = run(options, grid, device, lambda rows: _write(rows, options, shape) if is_first else None)
+        return _report(rows, options, shape, device) if is_first else 0
     finally:
         dist.destroy_process_group()
 
 
-def _report(
-    rows: Sequence[dict[str, Any]], options: argparse.Namespace, shape: tuple[int, int], device: torch.device
-) -> int:
-    """Print and write; return 1 where losses differ that should not."""
+def _write(rows: Rows, options: argparse.Namespace, shape: tuple[int, int]) -> None:
+    targets = step_targets(options.workload, rows)
+    write_result(
+        f"step-{options.workload}-{shape[0]}x{shape[1]}", rows, unit="milliseconds, median", mesh=shape,
+        batch=WORKLOADS[options.workload].with_batch(options.batch).batch,
+        targets=[asdict(target) | {"verdict": target.verdict} for target in targets],
+    )  # fmt: skip
+
+
+def _report(rows: Rows, options: argparse.Namespace, shape: tuple[int, int], device: torch.device) -> int:
+    """Print; return 1 where losses differ that should not."""
     header = ("contestant", "step ms", "over adamw", "update ms", "newton-schulz ms", "peak GiB", "resident GiB",
               "host launches")  # fmt: skip
     print_table(header, [[(row | row["counted"])[name] for name in header] for row in rows])
@@ -120,13 +138,8 @@ def _report(
         print(f"{row['contestant']}: losses {row['first losses']}")
         for key, entry in row["counted"].get("communication", {}).items():
             print(f"  {key}: {entry}")
-    targets = list(step_targets(options.workload, rows))
-    print_targets(targets, f"two H200s; this was {shape[0]} x {shape[1]} on {device.type}")
-    write_result(
-        f"step-{options.workload}-{shape[0]}x{shape[1]}", rows, unit="milliseconds, median", mesh=shape,
-        batch=WORKLOADS[options.workload].with_batch(options.batch).batch,
-        targets=[asdict(target) | {"verdict": target.verdict} for target in targets],
-    )  # fmt: skip
+    found = list(step_targets(options.workload, rows))
+    print_targets(found, f"two H200s; this was {shape[0]} x {shape[1]} on {device.type}")
     apart = losses_apart(rows, LOSS_TOLERANCE[device.type])
     print("\n".join(apart) or f"losses that should be the same are, to {LOSS_TOLERANCE[device.type]:g}")
     return int(bool(apart))
