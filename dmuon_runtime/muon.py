@@ -38,6 +38,7 @@ class Muon(torch.optim.Optimizer):
     ``skip`` leaves all weights and state as they are, ``raise`` raises :class:`NonFiniteGradient` on all ranks.
     With replicas or replicated storage new weights are published after the update: with ``replicate_async`` behind the
     next forward, whose units wait for theirs; else before :meth:`step` returns. The results are the same bit by bit.
+    A model has one Muon at a time: another is refused (:class:`AlreadyOptimized`) while the first is alive.
     ``orthogonalized`` counts the matrices that came back from Newton-Schulz, by parameter.
     """
 
@@ -61,6 +62,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         _check_settings(scale, non_finite, ns_steps)
         runtime = find_runtime(model)
+        runtime.refuse_second_optimizer()
         self.guests = find_guests(model, runtime)
         defaults = GroupDefaults(lr, momentum, weight_decay, adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay)
         groups = build_groups(runtime, param_groups, defaults, self.guests)
@@ -81,6 +83,7 @@ class Muon(torch.optim.Optimizer):
         members: list[Piece | Guest] = [*self.pieces, *self.guests]
         for member in members:
             self.state[member.parameter] = member.make_state()
+        runtime.optimizers.add(self)
 
     def set_newton_schulz(self, newton_schulz: NewtonSchulz) -> None:
         """Use another :class:`NewtonSchulz` from the next step on."""
