@@ -62,8 +62,8 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         _check_settings(scale, non_finite, ns_steps)
         runtime = find_runtime(model)
-        runtime.refuse_second_optimizer()
         self.guests = find_guests(model, runtime)
+        runtime.refuse_second_optimizer()
         defaults = GroupDefaults(lr, momentum, weight_decay, adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay)
         groups = build_groups(runtime, param_groups, defaults, self.guests)
         check_numbers(groups)
