@@ -59,9 +59,9 @@ def steps_annotated(contestant: Contestant) -> Iterator[None]:
     """Surround a contestant's forwards, backwards and updates by ranges, torch's Newton-Schulz, and our collectives."""
     plain = _muon._zeropower_via_newtonschulz
 
-    def with_range(*arguments: Any) -> Tensor:
+    def with_range(*arguments: Any, **named: Any) -> Tensor:
         with record_function(NEWTON_SCHULZ):
-            return plain(*arguments)
+            return plain(*arguments, **named)
 
     contestant.phase = lambda name: record_function(STEP + name)
     _muon._zeropower_via_newtonschulz = with_range

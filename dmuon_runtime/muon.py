@@ -80,10 +80,13 @@ class Muon(torch.optim.Optimizer):
         """Norm found by the clip that belongs to the coming step."""
         self._kept_places: dict[tuple[int, ...], Tensor] = {}
         self.pieces = collect_pieces(runtime, {id(p): g["route"] for g in self.param_groups for p in g["params"]})
+        self._make_state()
+        runtime.optimizers.add(self)
+
+    def _make_state(self) -> None:
         members: list[Piece | Guest] = [*self.pieces, *self.guests]
         for member in members:
             self.state[member.parameter] = member.make_state()
-        runtime.optimizers.add(self)
 
     def set_newton_schulz(self, newton_schulz: NewtonSchulz) -> None:
         """Use another :class:`NewtonSchulz` from the next step on."""
