@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import dmuon_runtime as dmuon
+from benchmarks._exposed import BEHIND_COMPUTE
 from dmuon_runtime import ledger
 
-__all__ = ["BEHIND_COMPUTE", "Counted", "counted_row", "ns_seconds"]
-
-BEHIND_COMPUTE = ("forward", "backward", "reduce")
-"""Phases of the forward and the backward pass: gathering for either, and reducing gradients."""
+__all__ = ["Counted", "counted_row", "ns_seconds"]
 
 
 def ns_seconds() -> float:

@@ -13,7 +13,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import dmuon_runtime as dmuon
 from benchmarks._counting import Counted, counted_row, ns_seconds
+from benchmarks._exposed import Exposed
+from benchmarks._tracing import trace_steps
 from benchmarks.contestants import Contestant
 from benchmarks.workloads import Workload
 
@@ -56,6 +58,10 @@ class Runner:
     update_ms: list[float] = field(default_factory=list)
     ns_s: float = 0.0
     launches: int | None = None
+    exposed: Exposed | None = None
+    """Of the most exposed rank, where steps were traced."""
+    torch_ns_ms: float | None = None
+    """Of torch's Newton-Schulz in a traced step; None where it did not run."""
     _steps: int = 0
 
     def step(self) -> Tensor:
@@ -119,6 +125,10 @@ class Runner:
             folder.mkdir(parents=True, exist_ok=True)
             file_name = re.sub(r"\W+", "_", self.name)
             trace.export_chrome_trace(str(folder / f"{file_name}.json.gz"))
+
+    def trace(self, steps: int) -> None:
+        """Trace ``steps`` steps, and keep for how long compute stood still in one. Collective, on CUDA alone."""
+        self.exposed, self.torch_ns_ms = trace_steps(self.contestant, self.step, steps)
 
     def snapshot(self) -> dmuon.CountersSnapshot | None:
         """Return the runtime's totals; None where it is not at work."""
@@ -213,6 +223,8 @@ def _row(runner: Runner, ranks: Sequence[tuple[Counted | None, int, int]], round
         "peak GiB": max(peak for _, peak, _ in ranks) / 2**30 if cuda else None,
         "resident GiB": max(resident for _, _, resident in ranks) / 2**30 if cuda else None,
         "host launches": runner.launches,
+        "newton-schulz ms": runner.torch_ns_ms,
+        "exposed ms": None if runner.exposed is None else asdict(runner.exposed),
         "first losses": [round(loss, 7) for loss in runner.losses],
         "counted": counted_row(dmuon.get_plan(runner.contestant.model), counted, rounds, steps, step_ms)
         if counted

@@ -9,7 +9,17 @@ from typing import Any
 
 from benchmarks.common import print_table
 
-__all__ = ["LOSS_TOLERANCE", "Target", "losses_apart", "print_targets", "scaling_targets", "step_targets"]
+__all__ = [
+    "EXPOSED_SHARE",
+    "LOSS_TOLERANCE",
+    "Target",
+    "exposed_share",
+    "losses_apart",
+    "print_exposed",
+    "print_targets",
+    "scaling_targets",
+    "step_targets",
+]
 
 Row = Mapping[str, Any]
 LOSS_TOLERANCE = {"cpu": 1e-4, "cuda": 2e-2}
@@ -25,6 +35,8 @@ class Target:
     what: str
     found: float | None
     limit: float
+    adamw: float | None = None
+    """The same of FSDP2 with AdamW and the same Z mode, where that was measured."""
 
     @property
     def verdict(self) -> str:
@@ -46,8 +58,9 @@ def step_targets(workload: str, rows: Sequence[Row]) -> Iterator[Target]:
             yield Target(who, "update ms", row["update ms"], 40.0)
             peak = None if base is None or row["peak GiB"] is None else row["peak GiB"] / base["peak GiB"]
             yield Target(who, "peak memory over AdamW's", peak, 1.0)
-            exposed = row["counted"]["forward and backward exposed, share of the step"]
-            yield Target(who, "forward and backward exposed, share of the step", exposed, EXPOSED_SHARE)
+            exposed, how = exposed_share(row, "passes")
+            peer = None if base is None else exposed_share(base, "passes")[0]
+            yield Target(who, f"forward and backward exposed, share of the step, {how}", exposed, EXPOSED_SHARE, peer)
 
 
 def scaling_targets(workload: str, world_size: int, rows: Sequence[Row]) -> Iterator[Target]:
@@ -62,16 +75,46 @@ def scaling_targets(workload: str, world_size: int, rows: Sequence[Row]) -> Iter
         if world_size > 1:
             yield Target(who, "owners, measured max over mean", row["owner balance measured"], OWNER_BALANCE)
         if row["mesh"][0] > 1:
-            exposed = row["exposed, share of the step"]["publish"]
-            yield Target(who, "publishing exposed, share of the step", exposed, PUBLISH_SHARE)
+            exposed, how = exposed_share(row, "publish")
+            yield Target(who, f"publishing exposed, share of the step, {how}", exposed, PUBLISH_SHARE)
+
+
+def exposed_share(row: Row, of: str) -> tuple[float | None, str]:
+    """Return what is exposed of the step ``of`` the passes or of publishing, and whether that was traced or counted.
+
+    Counted it is only where steps were not traced, and of ours alone.
+    """
+    if row.get("exposed ms") is not None:
+        return row["exposed ms"][of] / row["step ms"], "traced"
+    return _counted_share(row, of), "counted"
+
+
+def _counted_share(row: Row, of: str) -> float | None:
+    counted = row.get("counted", row)
+    if "exposed, share of the step" not in counted:
+        return None
+    key = "forward and backward exposed, share of the step"
+    return float(counted[key] if of == "passes" else counted["exposed, share of the step"][of])
+
+
+def print_exposed(rows: Sequence[Row]) -> None:
+    """Print for how long compute stood still in a step because of communication, traced and, of ours, counted."""
+    traced = ("whole", "forward", "backward", "update", "passes", "publish", "communication")
+    print("compute stood still because of communication, ms a step, of the most exposed rank:")
+    table = []
+    for row in rows:
+        seen = [None if row["exposed ms"] is None else row["exposed ms"][name] for name in traced]
+        shares = [_counted_share(row, of) for of in ("passes", "publish")]
+        table.append([_named(row), *seen, *(None if share is None else share * row["step ms"] for share in shares)])
+    print_table(("", *traced, "passes, counted", "publish, counted"), table)
 
 
 def print_targets(targets: Sequence[Target], of: str) -> None:
     """Print found, limit and verdict of each."""
     if targets:
         print(f"targets of {of}")
-        rows = [(t.who, t.what, "-" if t.found is None else t.found, t.limit, t.verdict) for t in targets]
-        print_table(("contestant", "target", "found", "at most", ""), rows)
+        rows = [(t.who, t.what, t.found, t.limit, t.verdict, t.adamw) for t in targets]
+        print_table(("contestant", "target", "found", "at most", "", "AdamW's"), rows)
 
 
 def losses_apart(rows: Sequence[Row], tolerance: float) -> list[str]:

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 __all__ = [
     "RESULTS",
+    "add_trace_steps",
     "claim_device",
     "expect_positive",
     "interleaved_ms",
@@ -71,6 +72,19 @@ def expect_positive(parser: argparse.ArgumentParser, options: argparse.Namespace
         value = getattr(options, name)
         if value is not None and value < 1:
             parser.error(f"--{name} must be at least 1, not {value}")
+
+
+def add_trace_steps(parser: argparse.ArgumentParser) -> None:
+    """Add ``--trace-steps``, a whole number of at least 0."""
+    what = "steps traced of each contestant on CUDA when its turns are over; 0: none"
+    parser.add_argument("--trace-steps", type=_at_least_zero, default=2, help=what)
+
+
+def _at_least_zero(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, not {value}")
+    return value
 
 
 def open_grid(device: torch.device, replicas: int) -> DeviceMesh:
@@ -136,11 +150,15 @@ def _timed_ms(call: Callable[[], object], inner: int) -> float:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print ``rows`` under ``header``, columns aligned."""
-    text = [[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in (header, *rows)]
+    """Print ``rows`` under ``header``, columns aligned; None is ``-``."""
+    text = [[_shown(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[column]) for row in text) for column in range(len(header))]
     for row in text:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+
+
+def _shown(cell: object) -> str:
+    return "-" if cell is None else f"{cell:.3f}" if isinstance(cell, float) else str(cell)
 
 
 def write_result(name: str, rows: Sequence[Mapping[str, Any]], *, device: str | None = None, **facts: Any) -> Path:

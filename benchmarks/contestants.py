@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -29,21 +30,26 @@ class Contestant:
     optimizers: list[torch.optim.Optimizer]
     counted: bool = False
     """True where the runtime counts its communication."""
+    phase: Callable[[str], AbstractContextManager[object]] = nullcontext
+    """What surrounds ``forward``, ``backward`` and ``update``: nothing, or a range of a trace of that name."""
 
     def forward_backward(self, tokens: Tensor) -> Tensor:
         """Return the loss of int64 [batch, sequence], after the backward pass."""
-        logits = self.model(input_ids=tokens).logits
-        targets = tokens.roll(-1, dims=1)
-        loss = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-        loss.backward()  # type: ignore[no-untyped-call]
+        with self.phase("forward"):
+            logits = self.model(input_ids=tokens).logits
+            targets = tokens.roll(-1, dims=1)
+            loss = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        with self.phase("backward"):
+            loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def update(self) -> None:
         """Step and clear every optimizer."""
-        for optimizer in self.optimizers:
-            optimizer.step()
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
+        with self.phase("update"):
+            for optimizer in self.optimizers:
+                optimizer.step()
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
 
 
 def _is_matrix(name: str, parameter: nn.Parameter) -> bool:

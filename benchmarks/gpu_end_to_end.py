@@ -325,9 +325,9 @@ def _matrices(earlier: r.StepPoint, later: r.StepPoint) -> dict[str, int]:
 
 
 def _plan(options: argparse.Namespace, idle: Gpus | None) -> Plan:
-    have = 2 if idle is None else len(idle.used_bytes)
-    if options.share and idle is not None:
+    if options.share:
         return decide_plan(2, cpu=False, share=True)
+    have = 2 if idle is None else len(idle.used_bytes)
     workers = options.gpus or min(2, have)
     if workers > have:
         raise Violated(f"expected: --gpus at most {have}, which the machine has; found: {workers}")
@@ -356,7 +356,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--share", action="store_true", help="two workers share a GPU: for what it shows, not for speed"
     )
     parser.add_argument("--limit-s", type=float, default=270.0)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.share and (options.cpu or options.gpus is not None):
+        other = "--cpu, where there is no GPU to share" if options.cpu else f"--gpus {options.gpus}"
+        parser.error(f"--share is two workers on one GPU and goes without {other}: leave one of them out")
+    return options
 
 
 def main(arguments: Sequence[str]) -> int:

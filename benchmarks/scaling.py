@@ -1,15 +1,16 @@
 """The step benchmark on every mesh of a world: 1-D, replicas of shards, replicated storage; ours beside AdamW on each.
 
     python -m torch.distributed.run --nproc-per-node 8 -m benchmarks.scaling [--workload llama] [--rounds 6] [--steps 5]
-        [--batch 8] [--layouts 1x8,2x4,replicated] [--only "ours pure Z3,fsdp2 + adamw Z3"]
+        [--batch 8] [--layouts 1x8,2x4,replicated] [--only "ours pure Z3,fsdp2 + adamw Z3"] [--trace-steps 2]
     python -m benchmarks.scaling --plot docs/images/scaling-measured.png [--workload llama] [--chip nvidia-h200]
 
 One command a number of GPUs; each writes one JSON, anew after every group of contestants, so that what breaks later
 takes nothing of it. Contestants of a layout and Z mode take turns (:mod:`benchmarks._turns`), as many at once as fit,
 and leave before the next ones come. Times are medians over the timed steps, of the slowest rank; memory is that of the
 fullest. Overhead is over FSDP2 with AdamW (DDP with AdamW for replicated storage) on the same mesh and with the same Z
-mode. Beside what is measured stands what the plan says of it: bytes, matrices, the busiest owner over the mean; and the
-targets, met or missed. The picture adds what the cost model predicts.
+mode. For how long compute stood still because of communication is read from traced steps of every contestant, as in
+:mod:`benchmarks.step`. Beside what is measured stands what the plan says of it: bytes, matrices, the busiest owner over
+the mean; and the targets, met or missed. The picture adds what the cost model predicts.
 
 Batches grow with the world. That worlds of different sizes train the same is shown apart: every layout also does some
 steps on eight short sequences that stay the same, and its losses must be those of every other layout and size.
@@ -32,8 +33,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks._scaling_plot import compare_losses, plot, results_of
 from benchmarks._turns import Runner, groups_of, let_go, measure, num_at_once
-from benchmarks._verdicts import LOSS_TOLERANCE, losses_apart, print_targets, scaling_targets
-from benchmarks.common import expect_positive, join_group, print_table, write_result
+from benchmarks._verdicts import LOSS_TOLERANCE, losses_apart, print_exposed, print_targets, scaling_targets
+from benchmarks.common import add_trace_steps, expect_positive, join_group, print_table, write_result
 from benchmarks.contestants import BUILDERS, Contestant
 from benchmarks.replicated import REPLICATED
 from benchmarks.workloads import WORKLOADS, Workload
@@ -181,15 +182,18 @@ def run(
     turns: tuple[int, int],
     only: Sequence[str] | None,
     keep: Callable[[Rows, Losses], object] = lambda rows, losses: None,
+    trace_steps: int = 0,
 ) -> tuple[Rows, Losses]:
     """Measure every layout in rounds of ``turns`` = (rounds, timed steps of a turn); ``keep`` what there is so far.
 
+    ``trace_steps`` of each contestant are traced behind its turns, on CUDA.
     Returns the rows, and the losses of the fixed batch by layout. Collective.
     """
     rows: Rows = []
     losses: Losses = {}
     gc.collect()
     gc.freeze()  # what was imported stays: collections between contestants then take no half second each
+    each = (lambda runner: runner.trace(trace_steps)) if trace_steps and device.type == "cuda" else None
     for layout in layouts:
         grid = _grid(layout, device)
         losses[layout.name] = same_batch_losses(layout, grid, workload, device)
@@ -197,7 +201,8 @@ def run(
         build, at_once = _builder(layout, grid, workload, device), num_at_once(workload, layout.parts, device)
         for names in layout.turns(only):
             for group in groups_of(names, at_once):
-                rows += _rows(layout, measure(group, build, workload, device, rounds=turns[0], steps=turns[1]))
+                found = measure(group, build, workload, device, rounds=turns[0], steps=turns[1], each=each)
+                rows += _rows(layout, found)
                 let_go(device)
                 keep(rows, losses)
     return rows, losses
@@ -219,7 +224,8 @@ def _report(rows: Rows, losses: Losses, name: str, world_size: int, device: torc
         "layout", "contestant", "step ms", "overhead %", "update ms", "newton-schulz ms", "owner balance planned",
         "owner balance measured", "peak GiB", "resident GiB",
     )  # fmt: skip
-    print_table(shown, [["-" if row.get(key) is None else row[key] for key in shown] for row in rows])
+    print_table(shown, [[row.get(key) for key in shown] for row in rows])
+    print_exposed(rows)
     for row in rows:
         for key, entry in row.get("communication", {}).items():
             print(f"{row['layout']} {row['contestant']} {key}: {entry}")
@@ -238,6 +244,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, help="sequences of a rank; default: the workload's")
     parser.add_argument("--layouts", help="comma-separated: RxS and 'replicated'; default: those of the world")
     parser.add_argument("--only", help="comma-separated contestants")
+    add_trace_steps(parser)
     parser.add_argument("--plot", type=Path, help="draw the results that are there, and measure nothing")
     parser.add_argument("--chip", help="of which the plot has predictions; default: the one that was measured")
     options = parser.parse_args(arguments)
@@ -270,7 +277,7 @@ def main(arguments: Sequence[str]) -> int:
         layouts = [layout for layout in asked if layout.name not in left_out]
         rows, losses = run(
             workload, layouts, device, (options.rounds, options.steps), only,
-            lambda rows, losses: _keep(rows, losses, name, workload.batch, left_out),
+            lambda rows, losses: _keep(rows, losses, name, workload.batch, left_out), options.trace_steps,
         )  # fmt: skip
         if dist.get_rank() == 0:
             for layout_name, why in left_out.items():

@@ -1,7 +1,7 @@
 """A whole training step: FSDP2 with AdamW and with torch's Muon against the runtime, interleaved in one process group.
 
     python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.step [--workload llama] [--rounds 6] [--steps 5]
-        [--replicate 1] [--batch 8] [--only "ours pure Z3,fsdp2 + adamw Z3"] [--trace FOLDER]
+        [--replicate 1] [--batch 8] [--only "ours pure,fsdp2 + adamw Z3"] [--trace-steps 2] [--trace FOLDER]
 
 Every contestant trains the same initial weights on the same tokens: bfloat16 compute on CUDA (float32 on a CPU),
 float32 masters and reductions. Z3 frees parameters after the forward, Z2 keeps them until the backward is done. Those
@@ -9,6 +9,11 @@ of one Z mode take turns (:mod:`benchmarks._turns`), as many at once as fit; the
 where it is installed. Times are medians over the timed steps, of the slowest rank in each; memory is that of the
 fullest rank. What the runtime counts of a hybrid is its own part, without FSDP2's.
 
+On CUDA ``--trace-steps`` steps of each are traced when all turns are over, and show for how long compute stood still
+because of communication (:mod:`benchmarks._exposed`): of every contestant alike, the most exposed rank's. Beside it
+stands what the runtime counted of its own in the timed turns. 0 turns tracing off; ``--trace`` keeps one more step.
+
+The JSON is written anew after every group, so that what breaks later takes nothing of it.
 It ends with exit code 1 where losses differ that should be the same: all begin with the same weights, and one optimizer
 trains the same however it is sharded. Targets are printed with what was found; missing one is no failure.
 """
@@ -18,7 +23,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,8 +33,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks._turns import Runner, groups_of, let_go, measure, num_at_once
-from benchmarks._verdicts import LOSS_TOLERANCE, losses_apart, print_targets, step_targets
-from benchmarks.common import expect_positive, join_group, open_grid, print_table, write_result
+from benchmarks._verdicts import LOSS_TOLERANCE, losses_apart, print_exposed, print_targets, step_targets
+from benchmarks.common import add_trace_steps, expect_positive, join_group, open_grid, print_table, write_result
 from benchmarks.contestants import BUILDERS, Contestant
 from benchmarks.workloads import WORKLOADS
 
@@ -38,30 +43,39 @@ __all__ = ["main"]
 BASE = "fsdp2 + adamw"
 
 
-def run(options: argparse.Namespace, grid: DeviceMesh, device: torch.device) -> list[dict[str, Any]]:
-    """Measure those of each Z mode in turns; return a row for each contestant. Collective."""
+Rows = list[dict[str, Any]]
+
+
+def run(
+    options: argparse.Namespace,
+    grid: DeviceMesh,
+    device: torch.device,
+    keep: Callable[[Rows], object] = lambda rows: None,
+) -> Rows:
+    """Measure those of each Z mode in turns, and ``keep`` what there is so far; return all rows. Collective."""
     workload, names = WORKLOADS[options.workload].with_batch(options.batch), _chosen(options.only)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def build(name: str) -> Contestant:
         return BUILDERS[name[:-3]](workload.build(device), grid, name.endswith("Z3"), dtype)
 
-    def launches(runner: Runner) -> None:
+    def look(runner: Runner) -> None:
         if device.type == "cuda":
             runner.count_launches(options.trace)
+            if options.trace_steps:
+                runner.trace(options.trace_steps)
 
-    rows: list[dict[str, Any]] = []
+    rows: Rows = []
     gc.collect()
     gc.freeze()  # what was imported stays: a collection then takes no half second
     at_once = num_at_once(workload, grid.size(1), device)
     for mode in ("Z3", "Z2"):
         for group in groups_of([name for name in names if name.endswith(mode)], at_once):
-            found = measure(
-                group, build, workload, device, rounds=options.rounds, steps=options.steps, each=launches
-            )  # fmt: skip
+            found = measure(group, build, workload, device, rounds=options.rounds, steps=options.steps, each=look)
             base = next((row["step ms"] for row in found if row["contestant"].startswith(BASE)), None)
             rows += [row | {"over adamw": None if base is None else row["step ms"] / base} for row in found]
             let_go(device)
+            keep(rows)
     return rows
 
 
@@ -69,11 +83,11 @@ def _chosen(only: str | None) -> list[str]:
     names = [f"{name} {mode}" for name in BUILDERS for mode in ("Z3", "Z2")]
     if only is None:
         return [name for name in names if name != "fsdp2 + torch muon Z2"]
-    chosen = [name.strip() for name in only.split(",")]
-    unknown = [name for name in chosen if name not in names]
+    asked = [name.strip() for name in only.split(",")]
+    unknown = [name for name in asked if name not in names and name not in BUILDERS]
     if unknown:
-        raise SystemExit(f"--only names {', '.join(unknown)}; there are {', '.join(names)}")
-    return sorted(chosen, key=names.index)
+        raise SystemExit(f"--only names {', '.join(unknown)}; there are {', '.join(names)}; without Z2 or Z3: both")
+    return [name for name in names if name in asked or name[:-3] in asked]
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -83,8 +97,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a turn, after one that is not timed")
     parser.add_argument("--replicate", type=int, default=1)
     parser.add_argument("--batch", type=int, help="sequences of a rank; default: the workload's")
-    parser.add_argument("--only", help="comma-separated contestants")
-    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--only", help="comma-separated contestants, each with Z2 or Z3, or for both without")
+    add_trace_steps(parser)
+    parser.add_argument("--trace", type=Path, help="keep the trace of a step of each in this folder")
     options = parser.parse_args(arguments)
     expect_positive(parser, options, "rounds", "steps", "replicate", "batch")
     _chosen(options.only)
@@ -97,29 +112,34 @@ def main(arguments: Sequence[str]) -> int:
     device = join_group()
     try:
         grid = open_grid(device, options.replicate)
-        rows = run(options, grid, device)
-        return _report(rows, options, (grid.size(0), grid.size(1)), device) if dist.get_rank() == 0 else 0
+        shape, is_first = (grid.size(0), grid.size(1)), dist.get_rank() == 0
+        rows = run(options, grid, device, lambda rows: _write(rows, options, shape) if is_first else None)
+        return _report(rows, options, shape, device) if is_first else 0
     finally:
         dist.destroy_process_group()
 
 
-def _report(
-    rows: Sequence[dict[str, Any]], options: argparse.Namespace, shape: tuple[int, int], device: torch.device
-) -> int:
-    """Print and write; return 1 where losses differ that should not."""
-    header = ("contestant", "step ms", "over adamw", "update ms", "peak GiB", "resident GiB", "host launches")
-    print_table(header, [["-" if row[name] is None else row[name] for name in header] for row in rows])
-    for row in rows:
-        print(f"{row['contestant']}: losses {row['first losses']}")
-        for key, entry in row["counted"].get("communication", {}).items():
-            print(f"  {key}: {entry}")
-    targets = list(step_targets(options.workload, rows))
-    print_targets(targets, f"two H200s; this was {shape[0]} x {shape[1]} on {device.type}")
+def _write(rows: Rows, options: argparse.Namespace, shape: tuple[int, int]) -> None:
+    targets = step_targets(options.workload, rows)
     write_result(
         f"step-{options.workload}-{shape[0]}x{shape[1]}", rows, unit="milliseconds, median", mesh=shape,
         batch=WORKLOADS[options.workload].with_batch(options.batch).batch,
         targets=[asdict(target) | {"verdict": target.verdict} for target in targets],
     )  # fmt: skip
+
+
+def _report(rows: Rows, options: argparse.Namespace, shape: tuple[int, int], device: torch.device) -> int:
+    """Print; return 1 where losses differ that should not."""
+    header = ("contestant", "step ms", "over adamw", "update ms", "newton-schulz ms", "peak GiB", "resident GiB",
+              "host launches")  # fmt: skip
+    print_table(header, [[(row | row["counted"])[name] for name in header] for row in rows])
+    print_exposed(rows)
+    for row in rows:
+        print(f"{row['contestant']}: losses {row['first losses']}")
+        for key, entry in row["counted"].get("communication", {}).items():
+            print(f"  {key}: {entry}")
+    found = list(step_targets(options.workload, rows))
+    print_targets(found, f"two H200s; this was {shape[0]} x {shape[1]} on {device.type}")
     apart = losses_apart(rows, LOSS_TOLERANCE[device.type])
     print("\n".join(apart) or f"losses that should be the same are, to {LOSS_TOLERANCE[device.type]:g}")
     return int(bool(apart))

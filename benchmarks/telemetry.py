@@ -1,6 +1,7 @@
 """What telemetry costs: the same steps with it and without it, side by side, in one process group.
 
-    python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.telemetry [--workload cpu] [--rounds 200]
+    python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.telemetry [--workload cpu] [--batch 4]
+        [--rounds 200]
 
 *On* is what a worker does in each step: a span for every collective and update, counters, the ledger of kernels, and a
 report as the text that its supervisor gets. *Off* has none of it. A round does one step *on* and two *off*, in an order
@@ -212,19 +213,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.telemetry")
     parser.add_argument("--workload", choices=WORKLOADS, default=None)
     parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--batch", type=int, help="sequences of a rank; default: the workload's")
     arguments = parser.parse_args(argv)
     device = join_group()
     cuda = device.type == "cuda"
     if not cuda:
         torch.set_num_threads(1)
     name = arguments.workload or ("llama" if cuda else "cpu")
+    workload = WORKLOADS[name].with_batch(arguments.batch)
     grid = init_device_mesh(device.type, (1, dist.get_world_size()), mesh_dim_names=("replicate", "shard"))
     dtype = torch.bfloat16 if cuda else torch.float32
-    contestant = BUILDERS["ours pure"](WORKLOADS[name].build(device), grid, True, dtype)
-    found = measure(contestant, WORKLOADS[name], device, arguments.rounds)
-    own_s = None if cuda else own_seconds(contestant, WORKLOADS[name], device, 10)
+    contestant = BUILDERS["ours pure"](workload.build(device), grid, True, dtype)
+    found = measure(contestant, workload, device, arguments.rounds)
+    own_s = None if cuda else own_seconds(contestant, workload, device, 10)
     if dist.get_rank() == 0:
-        _show(found, own_s, name)
+        _show(found, own_s, name, workload.batch)
     dist.destroy_process_group()
 
 
@@ -240,7 +243,7 @@ def compare(found: Found) -> list[dict[str, Any]]:
     return rows
 
 
-def _show(found: Found, own_s: float | None, workload: str) -> None:
+def _show(found: Found, own_s: float | None, workload: str, batch: int) -> None:
     rows = compare(found)
     facts: dict[str, float] = {}
     if own_s is not None:
@@ -248,8 +251,8 @@ def _show(found: Found, own_s: float | None, workload: str) -> None:
         facts = {"own_us_a_step": own_s * 1e6, "own_share_of_step": share}
         print(f"inside telemetry's own code: {own_s * 1e6:.0f} us a step and rank, {share:.3%} of a step")
     write_result(
-        "telemetry", rows, world_size=dist.get_world_size(), workload=workload, rounds=len(found["off"]),
-        confidence=0.95, **facts,
+        f"telemetry-{workload}-{batch}", rows, world_size=dist.get_world_size(), workload=workload, batch=batch,
+        rounds=len(found["off"]), confidence=0.95, **facts,
     )  # fmt: skip
 
 

@@ -16,28 +16,25 @@ its kernel: ``nvidia-cuda-mps-control -d`` before, and ``echo quit | nvidia-cuda
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 import dmuon_runtime as dmuon
+from benchmarks._tracing import annotated
 from benchmarks.common import join_group, open_grid, print_table, write_result
 from benchmarks.contestants import BUILDERS, Contestant
-from benchmarks.traces import PREFIX, WAIT, TracedComm, read_overlap
+from benchmarks.traces import TracedComm, read_overlap
 from benchmarks.workloads import WORKLOADS, Workload
-from dmuon_runtime.process_groups import Axis
 from dmuon_runtime.runtime import find_runtime
-from dmuon_runtime.transport import Handle, Transport
 
 __all__ = ["apart", "compare", "main"]
 
@@ -45,29 +42,6 @@ WARMUP = 5
 TOLERANCE = 0.05
 MIN_SHARE = 0.01
 """Of all communication: below it a route and phase is shown, and not judged."""
-
-
-def annotate(transport: Transport) -> None:
-    """Surround the issue of every collective, and every wait for one, by a range that the trace shows with its name."""
-    issue = transport._issue
-    numbers = itertools.count()
-
-    def annotated(
-        work: Callable[[], object], axis: Axis, lane: str, key: tuple[str, str] | None, keep: tuple[Tensor, ...]
-    ) -> Handle:
-        name = f"{'control' if key is None else '/'.join(key)}#{next(numbers)}"
-        with record_function(PREFIX + name):
-            handle = issue(work, axis, lane, key, keep)  # type: ignore[arg-type]
-        wait = handle.wait
-
-        def waited() -> None:
-            with record_function(WAIT + name):
-                wait()
-
-        handle.wait = waited  # type: ignore[method-assign]
-        return handle
-
-    transport._issue = annotated  # type: ignore[assignment, method-assign]
 
 
 def compare(
@@ -112,13 +86,13 @@ def _step(contestant: Contestant, workload: Workload, number: int, device: torch
 def measure(contestant: Contestant, workload: Workload, device: torch.device, steps: int, path: Path) -> list[Any]:
     """Train, trace ``steps`` steps, and compare on this rank."""
     runtime = find_runtime(contestant.model)
-    annotate(runtime.transport)
     for number in range(WARMUP):
         _step(contestant, workload, number, device)
     torch.cuda.synchronize()
     dist.barrier()
     before = runtime.counters.snapshot()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as taken:
+    both = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with annotated(runtime.transport), profile(activities=both) as taken:
         for number in range(steps):
             _step(contestant, workload, WARMUP + number, device)
         torch.cuda.synchronize()

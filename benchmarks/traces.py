@@ -19,13 +19,31 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["PREFIX", "WAIT", "TracedComm", "Window", "intersection_us", "length_us", "merged", "read_overlap"]
+__all__ = [
+    "PREFIX",
+    "WAIT",
+    "Event",
+    "Interval",
+    "TracedComm",
+    "Window",
+    "around_launches",
+    "compute_stream",
+    "correlation",
+    "intersection_us",
+    "interval",
+    "is_communication",
+    "launch_times",
+    "length_us",
+    "merged",
+    "read_overlap",
+]
 
 PREFIX = "dmuon:"
 """Annotations ``dmuon:<route>/<phase>#<number>`` surround the issue of a collective."""
 WAIT = "dmuon-wait:"
 """Annotations ``dmuon-wait:<route>/<phase>#<number>`` surround the compute stream's wait for it."""
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
+Event = Mapping[str, Any]
 Interval = tuple[float, float]
 Window = tuple[float, float]
 
@@ -99,15 +117,15 @@ def read_overlap(trace: Mapping[str, Any], window: Window | None = None) -> dict
     kernels = [event for event in events if event.get("cat") == "kernel" and _inside(event, window)]
     if not kernels:
         raise ValueError("the trace has no kernel events: take it on a GPU with ProfilerActivity.CUDA")
-    issued = _around_launches(events)
-    compute = merged(_interval(event) for event in kernels if not _is_comm(event))
+    issued = around_launches(events)
+    compute = merged(interval(event) for event in kernels if not is_communication(event))
     collectives: dict[str, list[Interval]] = defaultdict(list)
     unknown: list[Interval] = []
     for event in kernels:
-        if _is_comm(event):
-            name = issued.get(_correlation(event))
-            (unknown if name is None else collectives[name]).append(_interval(event))
-    stalls = _stalls(events, [event for event in kernels if not _is_comm(event)])
+        if is_communication(event):
+            name = issued.get(correlation(event))
+            (unknown if name is None else collectives[name]).append(interval(event))
+    stalls = _stalls(events, [event for event in kernels if not is_communication(event)])
     by_key: dict[str, list[str]] = defaultdict(list)
     for name in collectives:
         by_key[name.partition("#")[0]].append(name)
@@ -122,8 +140,17 @@ def read_overlap(trace: Mapping[str, Any], window: Window | None = None) -> dict
     return found
 
 
-def _stalls(events: Sequence[Mapping[str, Any]], compute: Sequence[Mapping[str, Any]]) -> dict[str, list[Interval]]:
-    """Return when the compute stream stood between two kernels with a wait between their launches, by collective.
+def launch_times(events: Iterable[Event]) -> dict[int, float]:
+    """Return when the host launched what, by the correlation of the launch and its kernels."""
+    return {
+        int(event["args"]["correlation"]): float(event["ts"])
+        for event in events
+        if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
+    }
+
+
+def compute_stream(compute: Sequence[Event], launched: Mapping[int, float]) -> list[tuple[float, float, float]]:
+    """Return (launch, begin, end) of what ran on the compute stream, in its order, where the launch is known.
 
     The compute stream is the one whose kernels take longest. Kernels of a stream run in the order of their launches.
     """
@@ -131,20 +158,20 @@ def _stalls(events: Sequence[Mapping[str, Any]], compute: Sequence[Mapping[str, 
     for event in compute:
         busy[event["args"]["stream"]] += float(event["dur"])
     stream = max(busy, key=lambda each: busy[each], default=None)
-    launched = {
-        int(event["args"]["correlation"]): float(event["ts"])
-        for event in events
-        if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
-    }
-    ordered = sorted(
-        (launched[_correlation(event)], *_interval(event))
+    return sorted(
+        (launched[correlation(event)], *interval(event))
         for event in compute
-        if event["args"]["stream"] == stream and _correlation(event) in launched
+        if event["args"]["stream"] == stream and correlation(event) in launched
     )
+
+
+def _stalls(events: Sequence[Event], compute: Sequence[Event]) -> dict[str, list[Interval]]:
+    """Return when the compute stream stood between two kernels with a wait between their launches, by collective."""
+    ordered = compute_stream(compute, launch_times(events))
     found: dict[str, list[Interval]] = defaultdict(list)
     for event in events:
         if event.get("cat") == "user_annotation" and str(event["name"]).startswith(WAIT):
-            behind = bisect.bisect_left(ordered, _interval(event)[1], key=lambda each: each[0])
+            behind = bisect.bisect_left(ordered, interval(event)[1], key=lambda each: each[0])
             if 0 < behind < len(ordered) and ordered[behind - 1][2] < ordered[behind][1]:
                 found[str(event["name"]).removeprefix(WAIT)].append((ordered[behind - 1][2], ordered[behind][1]))
     return found
@@ -156,29 +183,35 @@ def _shared(first: Iterable[Interval], second: Iterable[Interval]) -> list[Inter
     return [(begin, end) for begin, end in pairs if begin < end]
 
 
-def _is_comm(event: Mapping[str, Any]) -> bool:
+def is_communication(event: Event) -> bool:
+    """Tell whether it is one of NCCL's kernels: ncclDevKernel_…, older ncclKernel_…, newer ncclSymDevKernel_….
+
+    With one rank NCCL copies instead, and a copy is no communication.
+    """
     return str(event.get("name", "")).lower().startswith("nccl")
 
 
-def _inside(event: Mapping[str, Any], window: Window | None) -> bool:
+def _inside(event: Event, window: Window | None) -> bool:
     return window is None or window[0] <= float(event["ts"]) < window[1]
 
 
-def _interval(event: Mapping[str, Any]) -> Interval:
+def interval(event: Event) -> Interval:
+    """Return begin and end in microseconds."""
     begin = float(event["ts"])
     return begin, begin + float(event["dur"])
 
 
-def _correlation(event: Mapping[str, Any]) -> int:
+def correlation(event: Event) -> int:
+    """Return the number that a kernel shares with its launch; -1 where there is none."""
     return int(event.get("args", {}).get("correlation", -1))
 
 
-def _around_launches(events: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-    """Return the annotation in which a launch stood, by the correlation of the launch and its kernel."""
+def around_launches(events: Sequence[Event], prefix: str = PREFIX) -> dict[int, str]:
+    """Return the annotation, less its ``prefix``, in which a launch stood, by the correlation of launch and kernel."""
     ranges: dict[object, list[tuple[float, float, str]]] = defaultdict(list)
     for event in events:
-        if event.get("cat") == "user_annotation" and str(event["name"]).startswith(PREFIX):
-            ranges[event.get("tid")].append((*_interval(event), str(event["name"]).removeprefix(PREFIX)))
+        if event.get("cat") == "user_annotation" and str(event["name"]).startswith(prefix):
+            ranges[event.get("tid")].append((*interval(event), str(event["name"]).removeprefix(prefix)))
     for found in ranges.values():
         found.sort()
     routes = {}
@@ -186,7 +219,7 @@ def _around_launches(events: Sequence[Mapping[str, Any]]) -> dict[int, str]:
         if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {}):
             name = _around(ranges.get(event.get("tid"), []), float(event["ts"]))
             if name is not None:
-                routes[_correlation(event)] = name
+                routes[correlation(event)] = name
     return routes
 
 

@@ -59,10 +59,12 @@ WORKLOADS: Mapping[str, Workload] = {
     "small-matrices": Workload(768, 3072, 12, 12, 12, 50_304, 16, 1024),
     "llama-3.2-3b": Workload(3072, 8192, 28, 24, 8, 128_256, 2, 2048, tied=True),
     "llama-3.1-8b": Workload(4096, 14336, 32, 32, 8, 128_256, 1, 2048),
+    "llama-small": Workload(1024, 4096, 8, 16, 16, 256, 32, 512),
     "cpu": Workload(256, 1024, 4, 4, 4, 512, 4, 128),
     "tiny": Workload(64, 128, 2, 4, 4, 512, 2, 32),
     "host": Workload(64, 128, 12, 4, 4, 512, 1, 16),
 }
 """``llama`` is that of the measured figures in the design's reference; ``cpu`` and ``tiny`` are for machines without a
-GPU. ``host`` has the layers of ``small-matrices`` and next to nothing to compute: what is left is the host's own work.
+GPU. ``llama-small`` is the job of the end-to-end scripts. ``host`` has the layers of ``small-matrices`` and next to
+nothing to compute: what is left is the host's own work.
 """

@@ -8,6 +8,7 @@ from dmuon_runtime.counters import CommCount, Counters, CountersSnapshot
 from dmuon_runtime.dedicate import dedicate_params, plan_params
 from dmuon_runtime.errors import (
     AlreadyDedicated,
+    AlreadyOptimized,
     AlreadySharded,
     BoundaryError,
     CallMismatch,
@@ -50,6 +51,7 @@ __all__ = [
     "POLAR_EXPRESS_COEFFICIENTS",
     "YOU_COEFFICIENTS",
     "AlreadyDedicated",
+    "AlreadyOptimized",
     "AlreadySharded",
     "BoundaryError",
     "BucketPlan",

@@ -49,6 +49,7 @@ class Bucket:
         self.transport = transport
         self._shapes = [whole.parameters[index].shape for index in plan.parameters]
         self._elements = [whole.parameters[index].elements for index in plan.parameters]
+        self._is_dense = sum(self._elements) == plan.numel
         self._handle: Handle | None = None
         self.is_sharded = plan.owner is None
         self.is_resident = whole.storage == "replicated"
@@ -189,7 +190,9 @@ class Bucket:
     @torch.no_grad()
     def take_gradients(self) -> Tensor:
         """Return the local gradients as a flat buffer [numel], zeros where there are none, and clear them."""
-        buffer = torch.zeros(self.plan.numel, dtype=DTYPE_NAMES[self.plan.grad_dtype], device=self.transport.device)
+        is_filled = self._is_dense and all(parameter.grad is not None for parameter in self.parameters)
+        make = torch.empty if is_filled else torch.zeros
+        buffer = make(self.plan.numel, dtype=DTYPE_NAMES[self.plan.grad_dtype], device=self.transport.device)
         pairs = [
             (view, parameter.grad)
             for view, parameter in zip(self.views(buffer), self.parameters, strict=True)
@@ -210,9 +213,14 @@ class Bucket:
 
     @torch.no_grad()
     def accumulate(self, total: Tensor) -> None:
-        """Add the mean of one reduction, given the sum [like master]."""
+        """Add the mean of one reduction, given the sum [like master], which is given away."""
         scale = 1.0 if self._scales_before_sum else 1.0 / self.transport.world_size
-        mean = total.to(DTYPE_NAMES[self.plan.optim_dtype]) * scale
+        mean = total.to(DTYPE_NAMES[self.plan.optim_dtype])
+        is_part = mean.untyped_storage().nbytes() > mean.nbytes  # its buffer would live as long
+        if is_part:
+            mean = mean * scale
+        elif scale != 1.0:
+            mean.mul_(scale)
         if self.gradient is None:
             self.gradient = mean
         else:

@@ -16,7 +16,7 @@ from typing import Literal
 from dmuon_runtime._ns_groups import kept_bytes
 from dmuon_runtime.chips import ChipFigures
 from dmuon_runtime.matrices import MatrixShape, matrix_shapes
-from dmuon_runtime.partition import ADAMW_BYTES_PER_ELEMENT, NS_STEPS, NUM_RESTARTS, ns_flops
+from dmuon_runtime.partition import ADAMW_BYTES_PER_ELEMENT, DEFAULT_NS_WORK, NsWork, ns_flops
 from dmuon_runtime.plan import RuntimePlan, UnitPlan
 
 __all__ = [
@@ -43,6 +43,7 @@ class StepWork:
     """Parameters that are no matrix product: embeddings. Tied ones count nevertheless."""
     score_flops_per_token: float = 0.0
     """Attention scores and their use in the forward, all layers together."""
+    newton_schulz: NsWork = DEFAULT_NS_WORK
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Prediction:
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
 
-def ns_seconds(chip: ChipFigures, matrices: Iterable[MatrixShape]) -> float:
+def ns_seconds(chip: ChipFigures, matrices: Iterable[MatrixShape], work: NsWork = DEFAULT_NS_WORK) -> float:
     """Return the time of one rank's Newton-Schulz: a group for each short side, one after the other.
 
     What goes on longer than the chip keeps its clocks takes longer from then on.
@@ -113,9 +114,9 @@ def ns_seconds(chip: ChipFigures, matrices: Iterable[MatrixShape]) -> float:
     groups: dict[int, float] = {}
     for matrix in matrices:
         elements = matrix.count * matrix.rows * matrix.columns
-        work = ns_flops(matrix) / chip.ns_flops_per_s + elements * chip.ns_element_s
+        seconds = ns_flops(matrix, work) / chip.ns_flops_per_s + elements * chip.ns_element_s
         short = min(matrix.rows, matrix.columns)
-        groups[short] = groups.get(short, chip.ns_group_s) + work
+        groups[short] = groups.get(short, chip.ns_group_s) + seconds
     return _sustained(chip, sum(groups.values()))
 
 
@@ -131,11 +132,12 @@ def split_ns_seconds(chip: ChipFigures, matrix: MatrixShape, axis: Axis) -> floa
     at the start and after each restart.
     """
     short, long = sorted((matrix.rows, matrix.columns))
-    alone = ns_flops(matrix) - matrix.count * 3.0 * (1 + NUM_RESTARTS) * long * short**2
-    assert alone > 0, f"{NS_STEPS} steps have products of the short side alone"
+    segments = 1 + DEFAULT_NS_WORK.num_restarts
+    alone = ns_flops(matrix) - matrix.count * 3.0 * segments * long * short**2
+    assert alone > 0, "that many steps have products of the short side alone"
     shared = (ns_flops(matrix) - alone) / axis.size
     elements = matrix.count * short * long / axis.size
-    sums = (1 + NUM_RESTARTS) * collective_seconds(chip, "all_reduce", 4 * matrix.count * short**2, axis)
+    sums = segments * collective_seconds(chip, "all_reduce", 4 * matrix.count * short**2, axis)
     work = (alone + shared) / chip.ns_flops_per_s + elements * chip.ns_element_s
     return _sustained(chip, chip.ns_group_s + work) + sums
 
@@ -186,7 +188,7 @@ def predict_step(plan: RuntimePlan, chip: ChipFigures, work: StepWork) -> Predic
     plain = [replace(t, gather=t.plain_gather, reduce=t.plain_reduce) for t in times]
     plain_forward = _exposed([t.gather for t in plain], compute)
     matrices = _rank_matrices(plan)
-    ns = [ns_seconds(chip, shapes) for shapes in matrices]
+    ns = [ns_seconds(chip, shapes, work.newton_schulz) for shapes in matrices]
     kept = [kept_bytes(tuple((shape.count, shape.rows, shape.columns) for shape in shapes)) for shapes in matrices]
     elements = sum(entry.elements for entry in plan.parameters)
     parts = 1 if plan.storage == "replicated" else plan.mesh_shape[1]
@@ -196,7 +198,7 @@ def predict_step(plan: RuntimePlan, chip: ChipFigures, work: StepWork) -> Predic
         update_s=max(a + b for a, b in zip(ns, _elementwise(plan, chip), strict=True)),
         ns_s=max(ns),
         ns_mean_s=sum(ns) / len(ns),
-        largest_matrix_s=max((ns_seconds(chip, [shape]) for shape in _shapes(plan)), default=0.0),
+        largest_matrix_s=max((ns_seconds(chip, [shape], work.newton_schulz) for shape in _shapes(plan)), default=0.0),
         forward_exposed_s=forward * micro,
         backward_exposed_s=backward,
         publish_exposed_s=published,

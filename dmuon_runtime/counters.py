@@ -107,6 +107,7 @@ class Counters:
                 continue
             self._totals[key].seconds += seconds
             self._totals[key].exposed_seconds += span.exposed_seconds()
+            span.release()
         for _ in range(len(self._compute)):
             span = self._compute.popleft()
             seconds = span.seconds()

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "AlreadyDedicated",
+    "AlreadyOptimized",
     "AlreadySharded",
     "BoundaryError",
     "CallMismatch",
@@ -87,6 +88,12 @@ class AlreadyDedicated(DMuonError):
     """The model, or one of its parameters, is already under the runtime."""
 
     code = "already_dedicated"
+
+
+class AlreadyOptimized(DMuonError):
+    """The model has a Muon already, which would update the same weights."""
+
+    code = "already_optimized"
 
 
 class NotDedicated(DMuonError):

@@ -38,6 +38,7 @@ class Muon(torch.optim.Optimizer):
     ``skip`` leaves all weights and state as they are, ``raise`` raises :class:`NonFiniteGradient` on all ranks.
     With replicas or replicated storage new weights are published after the update: with ``replicate_async`` behind the
     next forward, whose units wait for theirs; else before :meth:`step` returns. The results are the same bit by bit.
+    A model has one Muon at a time: another is refused (:class:`AlreadyOptimized`) while the first is alive.
     ``orthogonalized`` counts the matrices that came back from Newton-Schulz, by parameter.
     """
 
@@ -62,6 +63,7 @@ class Muon(torch.optim.Optimizer):
         _check_settings(scale, non_finite, ns_steps)
         runtime = find_runtime(model)
         self.guests = find_guests(model, runtime)
+        runtime.refuse_second_optimizer()
         defaults = GroupDefaults(lr, momentum, weight_decay, adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay)
         groups = build_groups(runtime, param_groups, defaults, self.guests)
         check_numbers(groups)
@@ -78,6 +80,10 @@ class Muon(torch.optim.Optimizer):
         """Norm found by the clip that belongs to the coming step."""
         self._kept_places: dict[tuple[int, ...], Tensor] = {}
         self.pieces = collect_pieces(runtime, {id(p): g["route"] for g in self.param_groups for p in g["params"]})
+        self._make_state()
+        runtime.optimizers.add(self)
+
+    def _make_state(self) -> None:
         members: list[Piece | Guest] = [*self.pieces, *self.guests]
         for member in members:
             self.state[member.parameter] = member.make_state()

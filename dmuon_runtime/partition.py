@@ -17,13 +17,21 @@ from dmuon_runtime._balance import balance_costs, even_out, makespan_bound
 from dmuon_runtime.errors import SettingError
 from dmuon_runtime.matrices import MatrixShape
 
-__all__ = ["CostModel", "OwnerStrategy", "WorkItem", "assign_owners", "elementwise_cost", "ns_flops", "owner_cost"]
+__all__ = [
+    "DEFAULT_NS_WORK",
+    "CostModel",
+    "NsWork",
+    "OwnerStrategy",
+    "WorkItem",
+    "assign_owners",
+    "elementwise_cost",
+    "ns_flops",
+    "owner_cost",
+]
 
 OwnerStrategy = Literal["lpt", "round_robin", "rank0"]
 CostModel = Literal["ns_flops", "numel"]
 
-NS_STEPS = 5
-NUM_RESTARTS = 1
 FLOPS_PER_BYTE = 184.0
 """Dense half-precision FLOPs in the time of one byte of memory traffic on an H200 (790 TFLOP/s over 4.3 TB/s)."""
 ADAMW_BYTES_PER_ELEMENT = 28.0
@@ -44,10 +52,30 @@ class WorkItem:
     short_side: int
 
 
-def ns_flops(matrix: MatrixShape) -> float:
-    """Return FLOPs of Gram Newton-Schulz, symmetric products charged half: ``4Tn^3 + 3(mn^2 - n^3)(1 + r)``."""
+@dataclass(frozen=True)
+class NsWork:
+    """How Newton-Schulz iterates, as far as its FLOPs depend on it."""
+
+    steps: int = 5
+    num_restarts: int = 1
+    """Of the Gram form."""
+    algorithm: Literal["gram", "direct"] = "gram"
+    """``gram`` takes the direct form where that costs fewer FLOPs; on CUDA both are measured where they are close."""
+
+
+DEFAULT_NS_WORK = NsWork()
+"""What owners are chosen by, and what a job does that says nothing else."""
+
+
+def ns_flops(matrix: MatrixShape, work: NsWork = DEFAULT_NS_WORK) -> float:
+    """Return FLOPs of Newton-Schulz, symmetric products charged half.
+
+    The Gram form takes ``4Tn^3 + 3(mn^2 - n^3)(1 + r)``, the direct one ``T(3mn^2 + n^3)``.
+    """
     n, m = sorted((matrix.rows, matrix.columns))
-    return matrix.count * (4.0 * NS_STEPS * n**3 + 3.0 * (m * n**2 - n**3) * (1 + NUM_RESTARTS))
+    direct = work.steps * (3.0 * m * n**2 + n**3)
+    gram = 4.0 * work.steps * n**3 + 3.0 * (m * n**2 - n**3) * (1 + work.num_restarts)
+    return matrix.count * (direct if work.algorithm == "direct" else min(gram, direct))
 
 
 def elementwise_cost(elements: int) -> float:
@@ -56,7 +84,10 @@ def elementwise_cost(elements: int) -> float:
 
 
 def owner_cost(matrices: Sequence[MatrixShape], elements: int, model: CostModel) -> float:
-    """Return the planned cost of a parameter: of its ``matrices`` if it has any, else of its ``elements``."""
+    """Return the planned cost of a parameter: of its ``matrices`` if it has any, else of its ``elements``.
+
+    Always that of :data:`DEFAULT_NS_WORK`: owners stay, and a plan keeps its hash, when a job's kernels are swapped.
+    """
     if model == "numel":
         return float(elements)
     if matrices:

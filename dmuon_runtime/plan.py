@@ -13,7 +13,7 @@ from functools import cached_property
 
 from dmuon_runtime.forecast import RankPlan, Traffic, TrafficTable, forecast_ranks, forecast_traffic
 from dmuon_runtime.matrices import matrix_shapes
-from dmuon_runtime.partition import ns_flops
+from dmuon_runtime.partition import NsWork, ns_flops
 from dmuon_runtime.policy import DTYPE_NAMES, Route
 
 __all__ = ["BucketPlan", "ParameterPlan", "Phase", "RankPlan", "RuntimePlan", "Traffic", "TrafficTable", "UnitPlan"]
@@ -51,7 +51,7 @@ class ParameterPlan:
     matrix_view: str | None
     split_rows: tuple[int, ...]
     cost: float
-    """Planned owner cost in FLOPs or their equivalent."""
+    """Planned owner cost in FLOPs or their equivalent, of Newton-Schulz as it is by default."""
 
     @property
     def num_matrices(self) -> int:
@@ -60,12 +60,11 @@ class ParameterPlan:
             return 0
         return sum(shape.count for shape in matrix_shapes(self.shape, self.matrix_view, self.split_rows))
 
-    @property
-    def ns_flops(self) -> float:
-        """Newton-Schulz FLOPs of it in a step."""
+    def ns_flops(self, work: NsWork) -> float:
+        """Return the FLOPs of its Newton-Schulz in a step."""
         if self.route != "muon":
             return 0.0
-        return sum(ns_flops(shape) for shape in matrix_shapes(self.shape, self.matrix_view, self.split_rows))
+        return sum(ns_flops(shape, work) for shape in matrix_shapes(self.shape, self.matrix_view, self.split_rows))
 
 
 @dataclass(frozen=True)
@@ -176,10 +175,9 @@ class RuntimePlan:
         """Load and memory of every rank."""
         return forecast_ranks(self)
 
-    @property
-    def ns_flops(self) -> float:
-        """Newton-Schulz FLOPs of all ranks in one step."""
-        return sum(parameter.ns_flops for parameter in self.parameters)
+    def ns_flops(self, work: NsWork) -> float:
+        """Return the Newton-Schulz FLOPs of all ranks in one step, iterating as ``work`` says."""
+        return sum(parameter.ns_flops(work) for parameter in self.parameters)
 
     @property
     def num_matrices(self) -> int:

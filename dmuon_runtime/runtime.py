@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 from weakref import WeakSet
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from dmuon_runtime.counters import Counters
-from dmuon_runtime.errors import NotDedicated, PeerFailed, UnsupportedFeature
+from dmuon_runtime.errors import AlreadyOptimized, NotDedicated, PeerFailed, UnsupportedFeature
 from dmuon_runtime.hooks import BackwardWatch
 from dmuon_runtime.plan import RuntimePlan
 from dmuon_runtime.schedule import Schedule
@@ -44,6 +46,19 @@ class Runtime:
     counters: Counters
     schedule: Schedule
     watch: BackwardWatch
+    optimizers: WeakSet[torch.optim.Optimizer] = field(default_factory=WeakSet, compare=False, repr=False)
+    """The Muon that trains it, while somebody holds it."""
+
+    def refuse_second_optimizer(self) -> None:
+        """Raise :class:`AlreadyOptimized` where a Muon of this model is alive, and could still step."""
+        if self.optimizers:
+            gc.collect()  # one that nobody holds may wait for its cycles to be found
+        if self.optimizers:
+            raise AlreadyOptimized(
+                "the model has a Muon already, and two would update the same weights with states of their own; go on "
+                "with that one (its param_groups hold the rates), or let it go before another is built: del optimizer, "
+                "and what refers to it, such as a scheduler"
+            )
 
 
 _ATTRIBUTE = "_dmuon_runtime"
@@ -59,6 +74,8 @@ def register_runtime(model: nn.Module, runtime: Runtime) -> None:
     if runtime.plan.storage == "sharded":
         model.register_state_dict_pre_hook(_refuse_saving)  # type: ignore[no-untyped-call]
     model.register_load_state_dict_pre_hook(_refuse_loading)  # type: ignore[no-untyped-call]
+    for module in (model, *(unit.module for unit in runtime.schedule.units)):
+        object.__setattr__(module, "__deepcopy__", _refuse_copying)
 
 
 def clear_with(model: nn.Module, runtime: Runtime) -> None:
@@ -86,6 +103,14 @@ def _refuse_loading(_model: nn.Module, *_rest: object) -> None:
     raise UnsupportedFeature(
         "model.load_state_dict() cannot reach the weights of a dedicated model, which are with their owners; use "
         "dmuon.set_model_state_dict(model, state), on all ranks, or load before dedicate_params"
+    )
+
+
+def _refuse_copying(_memo: object) -> None:
+    raise UnsupportedFeature(
+        "copy.deepcopy of a dedicated model, or of a part of it, would copy neither process groups nor weights, "
+        "which are with their owners; copy before dedicate_params, or build another model and load "
+        "dmuon.get_model_state_dict(model) into it, on all ranks"
     )
 
 

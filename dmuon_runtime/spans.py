@@ -78,6 +78,9 @@ class Span(Protocol):
     def exposed_seconds(self) -> float:
         """Return the time for which compute waited; call it only when :meth:`seconds` is known."""
 
+    def release(self) -> None:
+        """Give back what measuring took: the span was counted, and nobody asks it again."""
+
 
 class _Local(threading.local):
     is_kept = False
@@ -150,27 +153,40 @@ class HostSpan:
         """Return the time blocked in :meth:`wait`, never more than the span itself."""
         return min(self._exposed_s, self.seconds() or 0.0)
 
+    def release(self) -> None:
+        """Give nothing back: only a clock was read."""
+
 
 class DeviceSpan:
     """A span on CUDA events. ``previous`` is the end of the work before it on the same communicator, and ``probe`` a
-    stream for the ends of that communicator alone: another's, taken on it before, would hold this end up."""
+    stream for the ends of that communicator alone: another's, taken on it before, would hold this end up. ``spare`` has
+    events of the same device that were counted: to make one and to let go of it takes the host as long as to record it.
+    """
 
-    def __init__(self, probe: torch.cuda.Stream | None = None, previous: Event | None = None) -> None:
+    def __init__(
+        self,
+        probe: torch.cuda.Stream | None = None,
+        previous: Event | None = None,
+        spare: list[Event] | None = None,
+    ) -> None:
         self._probe = probe
         self._previous = previous
-        self._start = self._record()
+        self._spare = [] if spare is None else spare
+        self._start: Event | None = self._record()
         self.end: Event | None = None
         self._wait: tuple[Event, Event] | None = None
         self._held_up: Event | None = None
         self._waiting = False
         self._seconds: float | None = None
 
-    @staticmethod
-    def _record() -> Event:
+    def _record(self) -> Event:
         """Mark this point of the current stream, by torch's own type: ``torch.cuda.Event`` takes the host 10 us."""
-        event = torch.Event(enable_timing=True)
+        try:
+            event = self._spare.pop()
+        except IndexError:
+            event = cast(Event, torch.Event(enable_timing=True))
         event.record()
-        return cast(Event, event)
+        return event
 
     def follow(self, work: Work) -> None:
         """Record the end on a side stream that waits for the communicator's stream."""
@@ -194,6 +210,8 @@ class DeviceSpan:
 
     def hold_up(self) -> None:
         """Take this point of the current stream as where compute began to wait for something behind this work."""
+        if self._start is None:
+            return  # counted: it had ended before compute came
         self._held_up, self._seconds = self._record(), None
 
     def finish(self) -> None:
@@ -202,9 +220,11 @@ class DeviceSpan:
 
     def seconds(self) -> float | None:
         """Return seconds on the device; a start inside the work before it counts from that work's end."""
-        if self._seconds is None and self.end is not None and not self._waiting and self._is_over(self.end):
+        if self._seconds is not None or self._start is None:
+            return self._seconds
+        if self.end is not None and not self._waiting and self._is_over(self.end):
             elapsed_ms = self._start.elapsed_time(self.end)
-            if self._previous is not None and self._previous.query():
+            if self._previous is not None:  # taken on the same probe, so it is over too
                 elapsed_ms = min(elapsed_ms, self._previous.elapsed_time(self.end))
             self._seconds = float(max(elapsed_ms, 0.0)) / 1e3
         return self._seconds
@@ -223,6 +243,12 @@ class DeviceSpan:
         if self._wait is None:
             return 0.0
         return min(float(self._wait[0].elapsed_time(self._wait[1])) / 1e3, self.seconds() or 0.0)
+
+    def release(self) -> None:
+        """Let other spans have the events, but for the end, from which the next work on the communicator counts."""
+        used = (self._start, self._held_up, *(self._wait or ()))
+        self._spare += [event for event in used if event is not None]
+        self._start, self._held_up, self._wait, self._previous = None, None, None, None
 
 
 def start_span(device: torch.device) -> Span:

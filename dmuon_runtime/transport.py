@@ -84,6 +84,7 @@ class Transport:
         """One for each communicator: a probe takes ends in order, and only one communicator's ends are in order."""
         self._asides: dict[str, torch.cuda.Stream] = {}
         self._last_end: dict[tuple[str, str], Event | None] = {}
+        self._spare: list[Event] = []
         self._last_host: dict[tuple[str, str], HostSpan] = {}
 
     @contextlib.contextmanager
@@ -200,4 +201,4 @@ class Transport:
     def _device_span(self, place: tuple[str, str]) -> DeviceSpan:
         if place not in self._probes:
             self._probes[place] = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        return DeviceSpan(self._probes[place], self._last_end.get(place))
+        return DeviceSpan(self._probes[place], self._last_end.get(place), self._spare)

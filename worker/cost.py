@@ -7,13 +7,15 @@ from torch import nn
 import dmuon_runtime as dmuon
 from dmuon_runtime.chips import CHIPS, ChipFigures, chip_key, find_chip
 from dmuon_runtime.cost_model import StepWork, predict_step
+from dmuon_runtime.newton_schulz import default_restarts
+from dmuon_runtime.partition import DEFAULT_NS_WORK, NsWork
 from worker.batches import num_micro_batches
 from worker.contract.errors import FieldError, PlanRefused
 from worker.contract.plan import CostPlan
-from worker.contract.spec import JobSpec
+from worker.contract.spec import DmuonOptimizer, JobSpec
 from worker.device import gpu_model
 
-__all__ = ["cost_plan", "decide_chip", "step_work"]
+__all__ = ["cost_plan", "decide_chip", "ns_work", "step_work"]
 
 
 def decide_chip(asked: str | None, spec: JobSpec) -> ChipFigures | None:
@@ -46,7 +48,17 @@ def step_work(spec: JobSpec, model: nn.Module) -> StepWork:
         micro_batches=num_micro_batches(spec),
         looked_up=frozenset(looked_up),
         score_flops_per_token=2.0 * layers * hidden * length,  # causal: half of all pairs, in two products
+        newton_schulz=ns_work(spec),
     )
+
+
+def ns_work(spec: JobSpec) -> NsWork:
+    """Return how a job's Newton-Schulz iterates before any swap; what is so by default where its optimizer has none."""
+    if not isinstance(spec.optimizer, DmuonOptimizer):
+        return DEFAULT_NS_WORK
+    steps, kernels = spec.optimizer.muon.ns_steps, spec.kernels
+    restarts = default_restarts(steps) if kernels.restarts is None else kernels.restarts
+    return NsWork(steps, len(restarts), kernels.algorithm.value)
 
 
 def cost_plan(spec: JobSpec, model: nn.Module, plan: dmuon.RuntimePlan, chip: ChipFigures) -> CostPlan:

@@ -18,7 +18,7 @@ from worker.contract.plan import CostPlan, ParameterPlan, PlanReport, RankPlan, 
 from worker.contract.planning import PlanAnswer, PlanRequest
 from worker.contract.spec import DmuonOptimizer, JobSpec
 from worker.corpus import Corpus, load_corpus
-from worker.cost import cost_plan, decide_chip
+from worker.cost import cost_plan, decide_chip, ns_work
 from worker.kernels import kernel_availability, make_newton_schulz
 from worker.model import build_model
 from worker.routing import hook_boundaries, is_managed, param_policy
@@ -179,7 +179,7 @@ def _report(
         ),
         predicted_imbalance=plan.predicted_imbalance,
         ns_matrices=sum(entry.matrices for entry in plan.ranks),
-        ns_flops=plan.ns_flops,
+        ns_flops=plan.ns_flops(ns_work(spec)),
         trainable_elements=sum(entry.elements for entry in parameters),
         frozen_elements=frozen_elements,
         data=corpus.plan(),

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import statistics
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import _scaling_plot, common, scaling, step
+from benchmarks._tracing import steps_annotated
+from benchmarks._turns import Runner
 from benchmarks._verdicts import losses_apart
+from benchmarks.contestants import BUILDERS
 from benchmarks.scaling import Layout, layouts_of
 from benchmarks.workloads import WORKLOADS
 from dmuon_runtime.chips import H200
@@ -29,24 +34,37 @@ def dry(layouts: list[Layout], only: tuple[str, ...]) -> Found:
     return scaling.run(WORKLOADS["tiny"], layouts, torch.device("cpu"), (1, 1), only)
 
 
-def dry_both() -> tuple[Found, list[int], Rows]:
-    """What each of four ranks gets: the scaling rows, how many there were whenever they were kept, a step's rows."""
+def dry_both() -> tuple[Found, list[int], Rows, list[list[str]]]:
+    """What each of four ranks gets: scaling rows, how many whenever they were kept, a step's rows, annotations."""
     kept: list[int] = []
     found = scaling.run(
         WORKLOADS["tiny"], layouts_of(4), torch.device("cpu"), (1, 1), ONLY, lambda rows, _: kept.append(len(rows))
     )
     options = step._parse(["--rounds", "1", "--steps", "1", "--only", ",".join((*ONLY[:3], "fsdp2 + adamw Z2"))])
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return found, kept, step.run(options, grid, torch.device("cpu"))
+    return found, kept, step.run(options, grid, torch.device("cpu")), annotations(grid)
+
+
+def annotations(grid: DeviceMesh) -> list[list[str]]:
+    """What a trace of a step of ours names, and of one behind it."""
+    workload, cpu = WORKLOADS["tiny"], torch.device("cpu")
+    ours = BUILDERS["ours pure"](workload.build(cpu), grid, True, torch.float32)
+    runner, found = Runner("ours pure Z3", ours, workload, cpu), []
+    for annotated in (steps_annotated(ours), nullcontext()):
+        with annotated, profile(activities=[ProfilerActivity.CPU]) as taken:
+            runner.step()
+        names = [event.key for event in taken.key_averages()]
+        found.append([name for name in names if name.startswith(("step:", "dmuon"))])
+    return found
 
 
 @pytest.fixture(scope="module")
-def both() -> tuple[Found, list[int], Rows]:
+def both() -> tuple[Found, list[int], Rows, list[list[str]]]:
     return run_ranks(4, dry_both, deadline_s=150.0)[0]
 
 
 @pytest.fixture(scope="module")
-def four(both: tuple[Found, list[int], Rows]) -> Found:
+def four(both: tuple[Found, list[int], Rows, list[list[str]]]) -> Found:
     return both[0]
 
 
@@ -85,12 +103,12 @@ def test_four_processes(four: Found) -> None:
 
 
 @pytest.mark.multiproc
-def test_what_was_measured_is_kept_at_once(both: tuple[Found, list[int], Rows]) -> None:
+def test_what_was_measured_is_kept_at_once(both: tuple[Found, list[int], Rows, list[list[str]]]) -> None:
     assert both[1] == [2, 3, 5, 6, 8], "after every group of contestants"
 
 
 @pytest.mark.multiproc
-def test_a_step_on_replicas(both: tuple[Found, list[int], Rows]) -> None:
+def test_a_step_on_replicas(both: tuple[Found, list[int], Rows, list[list[str]]]) -> None:
     rows = both[2]
     names = [row["contestant"] for row in rows]
     assert names == ["fsdp2 + adamw Z3", "ours pure Z3", "fsdp2 + adamw Z2", "ours hybrid Z2"]
@@ -100,6 +118,18 @@ def test_a_step_on_replicas(both: tuple[Found, list[int], Rows]) -> None:
     assert phases == {"forward", "backward", "reduce", "publish"}
     shares = rows[1]["counted"]["exposed, share of the step"]
     assert set(shares) == phases and all(0 <= share < 1 for share in shares.values())
+
+
+@pytest.mark.multiproc
+def test_a_traced_step_says_what_every_collective_is_for(both: tuple[Found, list[int], Rows, list[list[str]]]) -> None:
+    inside, behind = both[3]
+    assert {name for name in inside if name.startswith("step:")} == {"step:forward", "step:backward", "step:update"}
+    keys = {name.partition("#")[0].partition(":")[2] for name in inside if name.startswith("dmuon:")}
+    phases = ("forward", "backward", "reduce")
+    routes = {f"{route}/{phase}" for route in ("muon", "adamw", "sharded_adamw") for phase in phases}
+    assert routes - {"sharded_adamw/backward"} <= keys and "muon/publish" in keys
+    assert behind == []
+    assert all(row["exposed ms"] is None for row in both[2]), "no GPU, nothing traced"
 
 
 @pytest.mark.multiproc
@@ -129,12 +159,26 @@ def test_report_and_picture(four: Found, tmp_path: Path, monkeypatch: pytest.Mon
     assert 0 < many < few, "the same update in a longer step"
     assert broken["left_out"] == {"replicated": "too large"}
     assert {target["what"] for target in broken["targets"]} == {
-        "owners, measured max over mean", "publishing exposed, share of the step",
+        "owners, measured max over mean", "publishing exposed, share of the step, counted",
     }  # fmt: skip
     broken["same_batch_losses"]["2x2"][-1] *= 1.01
     assert _scaling_plot.compare_losses([broken]) == 1
     with pytest.raises(FileNotFoundError, match=r"no scaling-llama-\*"):
         _scaling_plot.results_of("llama", folder)
+
+
+def test_a_contestant_without_a_z_mode_is_meant_in_both() -> None:
+    assert step._chosen("ours pure, fsdp2 + adamw Z2") == ["fsdp2 + adamw Z2", "ours pure Z3", "ours pure Z2"]
+    with pytest.raises(SystemExit, match="--only names adamw; there are fsdp2"):
+        step._parse(["--only", "adamw"])
+
+
+def test_traced_steps_are_none_or_more(capsys: pytest.CaptureFixture[str]) -> None:
+    assert step._parse(["--trace-steps", "0"]).trace_steps == 0
+    for benchmark in (step, scaling):
+        with pytest.raises(SystemExit):
+            benchmark._parse(["--trace-steps", "-1"])
+        assert "must be at least 0, not -1" in capsys.readouterr().err
 
 
 def test_layouts() -> None:

@@ -10,6 +10,7 @@ import pytest
 import dmuon_runtime as dmuon
 from benchmarks.trace_overlap import apart, compare
 from benchmarks.traces import TracedComm, intersection_us, merged, read_overlap
+from tests.benchmarks.trace_events import kernel, launch, span
 
 TRACE = json.loads((Path(__file__).parent / "overlap_trace.json").read_text())
 
@@ -58,31 +59,17 @@ def test_rows_put_both_side_by_side() -> None:
     assert apart(compare({}, none, after)) == ["muon/forward"], "what the trace did not see does not agree"
 
 
-def _range(name: str, begin: float, end: float) -> dict[str, object]:
-    return {"ph": "X", "cat": "user_annotation", "name": name, "tid": 7, "ts": begin, "dur": end - begin}
-
-
-def _launch(number: int, moment: float) -> dict[str, object]:
-    arguments = {"correlation": number}
-    return {"ph": "X", "cat": "cuda_runtime", "name": "launch", "tid": 7, "ts": moment, "dur": 1.0, "args": arguments}
-
-
-def _kernel(name: str, stream: int, number: int, begin: float, end: float) -> dict[str, object]:
-    arguments = {"stream": stream, "correlation": number}
-    return {"ph": "X", "cat": "kernel", "name": name, "ts": begin, "dur": end - begin, "args": arguments}
-
-
 def test_a_stall_is_what_compute_waited_for() -> None:
     """Between 140 and 150 µs the device has nothing to do and nobody waits; between 170 and 200 compute waits."""
     events = [
-        _range("dmuon:muon/forward#0", 0, 10), _launch(1, 5), _kernel("ncclA", 20, 1, 100, 200),
-        _range("dmuon:muon/forward#1", 10, 20), _launch(2, 15), _kernel("ncclB", 20, 2, 200, 260),
-        _launch(3, 30), _kernel("gemm", 7, 3, 110, 140),
-        _launch(4, 40), _kernel("gemm", 7, 4, 150, 170),
-        _range("dmuon-wait:muon/forward#0", 50, 55),
-        _launch(5, 60), _kernel("gemm", 7, 5, 205, 300),
-        _range("dmuon-wait:muon/forward#1", 70, 75),
-        _launch(6, 80), _kernel("gemm", 7, 6, 300, 310), _kernel("copy", 8, 6, 172, 174),
+        span("dmuon:muon/forward#0", 0, 10), launch(1, 5), kernel("ncclA", 20, 1, 100, 200),
+        span("dmuon:muon/forward#1", 10, 20), launch(2, 15), kernel("ncclB", 20, 2, 200, 260),
+        launch(3, 30), kernel("gemm", 7, 3, 110, 140),
+        launch(4, 40), kernel("gemm", 7, 4, 150, 170),
+        span("dmuon-wait:muon/forward#0", 50, 55),
+        launch(5, 60), kernel("gemm", 7, 5, 205, 300),
+        span("dmuon-wait:muon/forward#1", 70, 75),
+        launch(6, 80), kernel("gemm", 7, 6, 300, 310), kernel("copy", 8, 6, 172, 174),
     ]  # fmt: skip
     found = read_overlap({"traceEvents": events})["muon/forward"]
     assert found.seconds == pytest.approx(160e-6)

@@ -35,6 +35,15 @@ def test_an_infinite_norm_scales_nothing(one_rank: None) -> None:
     _clip()
 
 
+def test_torchs_own_clipping_finds_nothing_to_clip_as_the_readme_says(one_rank: None) -> None:
+    model = Weights({"weight": (4, 4)})
+    optimizer = dedicate(model)
+    model({"weight": torch.full((4, 4), 5.0, dtype=torch.float64)}).backward()
+    assert model.get_parameter("weight").grad is None
+    assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) == 0.0
+    assert dmuon.clip_grad_norm_(optimizer, 1.0) == pytest.approx(20.0), "where the gradient really is"
+
+
 @pytest.mark.multiproc
 def test_an_infinite_norm_scales_nothing_on_any_rank() -> None:
     """The infinity is in one weight of one rank; owners, shards and ranks without it all agree."""

@@ -26,6 +26,7 @@ def test_the_table_shows_each_rate(one_rank: None) -> None:
         {"params": [named["excluded"]], "name": "excluded", "adamw_lr": 0.01},
         {"params": [named["projection"], named["bias"]]},
     ]
+    del optimizer
     again = dmuon.Muon(model, lr=0.02, adamw_lr=0.001, param_groups=groups)
     assert _rates(model, again)["excluded"] == (0.01, None)
     assert "0.01" in str(dmuon.summarize_param_groups(model, again))

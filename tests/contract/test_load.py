@@ -73,6 +73,9 @@ def test_minimal_spec_has_every_default() -> None:
         ("kernels.coefficients", [[1.0, 2.0, "3"]], "/kernels/coefficients/0/2", "float_type"),
         ("kernels.coefficients", "polar", "/kernels/coefficients", "unknown_value"),
         ("kernels.coefficients", 5, "/kernels/coefficients", "tuple_type"),
+        ("kernels", {"algorithm": "direct", "restarts": [2]}, "/kernels/restarts", "inconsistent"),
+        ("kernels", {"algorithm": "direct", "restarts": None}, "", ""),
+        ("kernels", {"restarts": [2]}, "", ""),
     ],
 )
 def test_each_mistake_has_its_pointer(path: str, value: Any, pointer: str, code: str) -> None:

@@ -27,6 +27,7 @@ from dmuon_runtime.cost_model import (
     split_ns_seconds,
 )
 from dmuon_runtime.matrices import MatrixShape
+from dmuon_runtime.partition import NsWork
 
 WORK = StepWork(tokens=4096)
 
@@ -54,6 +55,13 @@ def planned(mesh: tuple[int, int], **options: Any) -> dmuon.RuntimePlan:
 
 def predicted(mesh: tuple[int, int], work: StepWork = WORK, **options: Any) -> Prediction:
     return predict_step(planned(mesh, **options), H200, work)
+
+
+def test_more_steps_take_longer_and_nothing_else() -> None:
+    usual, more = predicted((1, 2)), predicted((1, 2), replace(WORK, newton_schulz=NsWork(10, 1)))
+    assert more.largest_matrix_s > usual.largest_matrix_s and more.ns_s > usual.ns_s
+    assert more.update_s - usual.update_s == pytest.approx(more.ns_s - usual.ns_s)
+    assert (more.compute_s, more.exposed_s, more.adamw_step_s) == (usual.compute_s, usual.exposed_s, usual.adamw_step_s)
 
 
 def test_matrices_of_one_short_side_share_a_group() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 import dmuon_runtime as dmuon
 from dmuon_runtime import errors
 from dmuon_runtime.matrices import MatrixShape
-from dmuon_runtime.partition import WorkItem, assign_owners, ns_flops
+from dmuon_runtime.partition import NsWork, WorkItem, assign_owners, ns_flops
 from dmuon_runtime.plan import RuntimePlan
 
 
@@ -260,6 +260,16 @@ def test_gram_flops_match_the_direct_form_for_squares() -> None:
     assert ns_flops(MatrixShape(1, 64, 64)) == 20 * 64**3
     direct = 5 * (3 * 4 * 64 * 64**2 + 64**3)
     assert ns_flops(MatrixShape(1, 64, 256)) / direct == pytest.approx(38 / 65)
+
+
+def test_flops_follow_steps_restarts_and_form() -> None:
+    wide = MatrixShape(1, 256, 64)
+    assert ns_flops(wide, NsWork(algorithm="direct")) == 5 * (3 * 4 * 64**3 + 64**3)
+    assert ns_flops(wide, NsWork(8, 2)) == 4 * 8 * 64**3 + 3 * 3 * 64**3 * 3
+    assert ns_flops(wide, NsWork(2, 9)) == ns_flops(wide, NsWork(2, algorithm="direct")), "the form that has fewer"
+    plan = dmuon.plan_params(nn.Linear(64, 256, bias=False), 1, lambda *_: True)
+    assert plan.ns_flops(NsWork(3, 0)) == ns_flops(wide, NsWork(3, 0)) != plan.ns_flops(NsWork())
+    assert plan.ranks[0].cost == plan.ns_flops(NsWork()), "owners are chosen by the default"
 
 
 @pytest.mark.parametrize("name", list(errors.__all__))

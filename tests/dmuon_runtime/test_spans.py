@@ -136,6 +136,30 @@ def test_nothing_is_said_before_the_device_is_there(device: Device) -> None:
     assert span.seconds() == pytest.approx(0.010)
 
 
+def test_events_of_a_counted_span_serve_again_but_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, made, spare = Device(), list[Mark](), list[Event]()
+
+    def make(enable_timing: bool) -> Mark:
+        assert enable_timing
+        made.append(Mark(device))
+        return made[-1]
+
+    monkeypatch.setattr(spans, "torch", SimpleNamespace(Event=make))
+    previous: Event | None = None
+    for at_ms in (0, 20, 40):
+        device.now_ms = at_ms
+        span = DeviceSpan(cast(torch.cuda.Stream, Probe(device)), previous, spare)
+        span.follow(Collective(device, at_ms + 10))  # type: ignore[arg-type]
+        wait(device, span, at_ms=at_ms + 7, end_ms=at_ms + 10)
+        assert (span.seconds(), span.exposed_seconds()) == pytest.approx((0.010, 0.003))
+        span.release()
+        previous = span.end
+        assert previous not in spare, "the next one counts from it"
+    assert len(made) == 4 + 1 + 1, "a start, an end and a wait's two; then only an end for each"
+    span.hold_up()
+    assert len(spare) == 3, "a publication that was counted had ended: nothing is left to be marked"
+
+
 def test_a_host_that_wakes_up_late_from_its_wait_exposes_no_more_than_the_collective_took(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

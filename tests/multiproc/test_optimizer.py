@@ -30,9 +30,9 @@ def _backward(model: nn.Module, step: int, rank: int) -> None:
 
 def _fresh(**options: object) -> tuple[nn.Module, dmuon.Muon]:
     """Return a new dedicated model and an optimizer over it, with the stand-in Newton-Schulz."""
-    run = dedicate(make(), Setting())
+    model = dedicate(make(), Setting()).model
     options.setdefault("ns_backend", PolarNewtonSchulz())
-    return run.model, dmuon.Muon(run.model, **options)  # type: ignore[arg-type]
+    return model, dmuon.Muon(model, **options)  # type: ignore[arg-type]
 
 
 def _masters(optimizer: dmuon.Muon) -> dict[str, Tensor]:
@@ -140,7 +140,10 @@ def _forced_routes() -> None:
     def loop(run: Run, setting: Setting) -> None:
         named = dict(run.model.named_parameters())
         groups = _groups(named, up, "layers.1.down.weight", matrix_optimizer="base_optimizer", adamw_lr=1e-3)
-        optimizer = dmuon.Muon(run.model, weight_decay=0.1, param_groups=groups, ns_backend=PolarNewtonSchulz())
+        del run.optimizer
+        optimizer = run.optimizer = dmuon.Muon(
+            run.model, weight_decay=0.1, param_groups=groups, ns_backend=PolarNewtonSchulz()
+        )
         assert [group["group_name"] for group in optimizer.param_groups] == [
             "special/adamw", "rest/muon", "rest/adamw", "rest/sharded_adamw"
         ]  # fmt: skip
@@ -168,8 +171,8 @@ def _routes(policy: dict[str, object]) -> dict[str, str]:
 
 
 def _impossible_routes() -> None:
-    run = dedicate(make(), Setting())
-    named = dict(run.model.named_parameters())
+    model = dedicate(make(), Setting()).model
+    named = dict(model.named_parameters())
     mistakes = [
         (("embed.weight",), {"dmuon_route": "adamw"}, "moves embed.weight from sharded_adamw to adamw"),
         (("norm.bias",), {"dmuon_route": "sharded"}, "moves norm.bias from adamw to sharded_adamw"),
@@ -179,11 +182,12 @@ def _impossible_routes() -> None:
     ]  # fmt: skip
     for names, settings, message in mistakes:
         with pytest.raises(dmuon.ParamGroupError, match=message):
-            dmuon.Muon(run.model, param_groups=_groups(named, *names, **settings))
+            dmuon.Muon(model, param_groups=_groups(named, *names, **settings))
     first_counts = _groups(named, "layers.0.up.weight", dmuon_route="adamw", matrix_optimizer="muon")
-    optimizer = dmuon.Muon(run.model, param_groups=first_counts)
+    optimizer = dmuon.Muon(model, param_groups=first_counts)
     assert optimizer.param_groups[0]["route"] == "adamw"
-    whole = dmuon.Muon(run.model, param_groups=_groups(named, "layers.0.up.weight", "norm.bias", lr=0.0))
+    del optimizer
+    whole = dmuon.Muon(model, param_groups=_groups(named, "layers.0.up.weight", "norm.bias", lr=0.0))
     assert [g["group_name"] for g in whole.param_groups][:2] == ["special/muon", "special/adamw"], "split by route"
     assert [g["lr"] for g in whole.param_groups][:2] == [0.0, 0.0], "a rate of zero is a rate"
 
@@ -272,7 +276,7 @@ def _closures() -> None:
 
 
 def _settings_are_refused() -> None:
-    model, _ = _fresh()
+    model = _fresh()[0]
     bad: list[dict[str, object]] = [
         {"ns_steps": 0}, {"scale": "big"}, {"non_finite": "ignore"}, {"ns_backend": "fast"}, {"lr": math.nan},
         {"lr": -0.1}, {"weight_decay": math.inf}, {"lr": "fast"}, {"lr": torch.ones(2)}, {"adamw_betas": (1.0, 0.9)},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -63,6 +65,11 @@ def _second_time() -> None:
     with pytest.raises(dmuon.UnmanagedParameters, match="late"):
         dmuon.Muon(run.model)
     del run.model.late
+    with pytest.raises(dmuon.AlreadyOptimized, match="del optimizer"):
+        dmuon.Muon(run.model)
+    for whole_or_part in (run.model, run.model.get_submodule("layers.0")):
+        with pytest.raises(dmuon.UnsupportedFeature, match="copy before dedicate_params, or build another model"):
+            copy.deepcopy(whole_or_part)
     plan = dmuon.plan_params(make(), dist.get_world_size(), _trains, param_policy=POLICY)
     assert plan.hash == dmuon.get_plan(run.model).hash
     if dist.get_rank() == 0:
@@ -208,11 +215,13 @@ def _default_newton_schulz() -> None:
 
 
 def _groups() -> None:
-    run = dedicate(make(), Setting())
-    named = dict(run.model.named_parameters())
+    model = dedicate(make(), Setting()).model
+    named = dict(model.named_parameters())
+    with pytest.raises(dmuon.ParamGroupError, match=r"norm\.weight is in group 0 and again in group 1.*no group has"):
+        dmuon.Muon(model, param_groups=[{"params": [named["norm.weight"]]}, {"params": [named["norm.weight"]]}])
     split = [{"params": [p], "lr": 0.5, "name": name} for name, p in named.items() if name == "norm.weight"]
     split.append({"params": [p for name, p in named.items() if name != "norm.weight"], "muon_lr": 0.2, "adamw_lr": 0.1})
-    optimizer = dmuon.Muon(run.model, param_groups=split, ns_backend=PolarNewtonSchulz())
+    optimizer = dmuon.Muon(model, param_groups=split, ns_backend=PolarNewtonSchulz())
     rates = {str(group["group_name"]): group["lr"] for group in optimizer.param_groups}
     assert rates == {
         "norm.weight/adamw": 0.5, "group_1/muon": 0.2, "group_1/adamw": 0.1, "group_1/sharded_adamw": 0.1
@@ -221,11 +230,15 @@ def _groups() -> None:
     optimizer.step()
     schedule.step()
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.1, 0.05, 0.05]
-    with pytest.raises(dmuon.ParamGroupError, match=r"norm\.weight is in group 0 and again in group 1.*no group has"):
-        dmuon.Muon(run.model, param_groups=[{"params": [named["norm.weight"]]}, {"params": [named["norm.weight"]]}])
-    rows = dmuon.summarize_param_groups(run.model, optimizer)
+    rows = dmuon.summarize_param_groups(model, optimizer)
     assert rows["route_param_counts"] == {"sharded_adamw": 2, "muon": 6, "adamw": 14}
-    assert "overrides[0]" in str(rows) and "muon" in str(dmuon.summarize_comm_plan(run.model))
+    assert "overrides[0]" in str(rows) and "muon" in str(dmuon.summarize_comm_plan(model))
+    circle: list[object] = [optimizer, schedule]
+    circle.append(circle)  # nobody's, when these names are gone, but for the collector to find
+    del optimizer, schedule, circle
+    with pytest.raises(dmuon.SettingError, match="lr"):
+        dmuon.Muon(model, lr=-1.0)
+    assert dmuon.Muon(model).param_groups, "one that nobody holds, or that was never built, is in nobody's way"
 
 
 def test_policies_and_groups() -> None:

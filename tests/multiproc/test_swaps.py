@@ -166,9 +166,9 @@ def swapping(rank: int, orders: list[dict[str, str]]) -> Callable[[Run, Body], N
 
 
 def hold_nothing_grew(told: Told) -> None:
-    """As many tensors and threads after 200 swaps as after 50, and no more memory, on a GPU its allocator's too."""
+    """No more tensors or threads after 200 swaps than after 50, and no more memory, on a GPU its allocator's too."""
     early, late = told.facts[NUM_SWAPS // 4], told.facts[NUM_SWAPS]
-    assert late[:2] == early[:2], "as many tensors and threads after 200 swaps as after 50"
+    assert late[0] <= early[0] and late[1] == early[1], f"tensors and threads: {early[:2]}, and after all {late[:2]}"
     assert late[2] - early[2] < 12 << 20, f"bytes held grew from {early[2]} to {late[2]}"
     assert late[3] - early[3] < 64 << 20, f"bytes that the device's allocator took grew from {early[3]} to {late[3]}"
 

@@ -45,6 +45,27 @@ def test_a_plan_says_it_all(tmp_path: Path) -> None:
     assert plan.plan_hash != make_plan(tiny_spec(3), WorkerSettings(cache_directory=tmp_path)).plan_hash
 
 
+def test_newton_schulz_flops_are_those_of_the_spec(tmp_path: Path) -> None:
+    settings = WorkerSettings(cache_directory=tmp_path)
+    usual = make_plan(tiny_spec(2), settings)
+    sides = [sorted(entry.shape) for entry in usual.parameters if entry.route == "muon"]
+
+    def gram(steps: int, restarts: int) -> float:
+        return sum(4 * steps * n**3 + 3 * (m * n**2 - n**3) * (1 + restarts) for n, m in sides)
+
+    assert usual.ns_flops == gram(5, 1) and len(sides) == 14
+    three: dict[str, Any] = {"optimizer": {"kind": "dmuon", "muon": {"ns_steps": 3}}}
+    direct = sum(3 * (3 * m * n**2 + n**3) for n, m in sides)
+    for sections, flops in (
+        (three, gram(3, 0)),  # too few to start anew
+        (three | {"kernels": {"algorithm": "direct"}}, direct),
+        ({"kernels": {"restarts": [1, 3]}}, gram(5, 2)),
+    ):
+        plan = make_plan(tiny_spec(2, **sections), settings)
+        assert plan.ns_flops == flops
+        assert plan.plan_hash == usual.plan_hash, "owners stay where they are, whatever a job swaps to"
+
+
 def test_a_plan_says_what_a_step_will_cost_on_a_chip(tmp_path: Path) -> None:
     settings, spec = WorkerSettings(cache_directory=tmp_path), tiny_spec(2)
     assert make_plan(spec, settings).cost is None, "a job on CPUs has no chip"

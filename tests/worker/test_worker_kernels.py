@@ -91,6 +91,15 @@ def test_a_swap_can_be_taken_back_and_keeps_what_it_does_not_name() -> None:
     assert later.kernel == "cublas", "the next attempt begins with what was committed"
 
 
+def test_a_job_that_says_when_to_start_anew_can_be_swapped_to_the_form_that_does_not() -> None:
+    switch = KernelSwitch(KernelsSpec(kernel=Kernel.BLOCKED, restarts=(1, 3)), CPU, KernelPolicy())
+    wanted, built = switch.build(KernelTarget(algorithm=Algorithm.DIRECT))
+    assert built.backend == "direct"
+    switch.swap_in(wanted, 1)
+    _, back = switch.build(KernelTarget(algorithm=Algorithm.GRAM))
+    assert (back.backend, back.restart_iterations) == ("gram", (1, 3)), "and back to what the spec says"
+
+
 def test_numbers_are_checked_before_a_swap() -> None:
     calls = ns_calls(plan_of(entry("q", (8, 16), 0), entry("k", (12, 12), 0)), 5, 1)
     before = ledger.snapshot()

@@ -130,8 +130,8 @@ class PlanReport(Part):
     ns_matrices: int | None
     """Matrices orthogonalised by all ranks in one step."""
     ns_flops: float | None
-    """Newton-Schulz FLOPs of all ranks in one step, by the measure that ownership is planned with: the Gram form with
-    five steps and one restart, whatever the spec says of them."""
+    """Newton-Schulz FLOPs of all ranks in one step, of the spec's steps, algorithm and restarts; symmetric products are
+    charged half, and ``gram`` is the form that has fewer. Ownership is planned with five steps and one restart."""
     trainable_elements: int
     frozen_elements: int
     data: DataPlan
