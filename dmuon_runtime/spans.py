@@ -197,10 +197,13 @@ class DeviceSpan:
             self.end = self._record()
 
     def wait(self, work: Work) -> None:
-        """Make the current stream wait, between two events."""
-        before = self._record()
-        work.wait()
-        self._wait = (before, self._record())
+        """Make the current stream wait, between two events; for work that has ended already it does not stand still."""
+        if work.is_completed():
+            work.wait()
+        else:
+            before = self._record()
+            work.wait()
+            self._wait = (before, self._record())
         self._waiting = False
 
     def pass_by(self, work: Work) -> None:

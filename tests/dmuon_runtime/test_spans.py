@@ -62,6 +62,9 @@ class Collective:
         self._device.now_ms = max(self._device.now_ms, self._end_ms)
         return True
 
+    def is_completed(self) -> bool:
+        return self._end_ms <= self._device.reached < float("inf")
+
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
@@ -92,6 +95,14 @@ def test_what_compute_hid_is_not_exposed(device: Device) -> None:
 def test_a_wait_after_the_end_exposes_nothing(device: Device) -> None:
     span = collective(device, 0, 10)
     wait(device, span, at_ms=12, end_ms=10)
+    assert span.seconds() == pytest.approx(0.010) and span.exposed_seconds() == 0
+
+
+def test_nothing_is_marked_around_a_wait_for_what_the_host_knows_to_have_ended(device: Device) -> None:
+    span = collective(device, 0, 10)
+    device.reached = 11
+    wait(device, span, at_ms=12, end_ms=10)
+    assert span._wait is None
     assert span.seconds() == pytest.approx(0.010) and span.exposed_seconds() == 0
 
 

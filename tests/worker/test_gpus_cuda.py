@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -37,7 +38,8 @@ MARK = attempt_mark("a-job", 1)
 def running(code: str, mark: str = "") -> Iterator[int]:
     """A child that has run ``code`` and waits; its id."""
     code += "\nprint('done', flush=True); input()"
-    environment = child_environment({"PYTHONPATH": str(ROOT)} | ({ATTEMPT_VARIABLE: mark} if mark else {}))
+    places = {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    environment = child_environment(places | ({ATTEMPT_VARIABLE: mark} if mark else {}))
     words = [sys.executable, "-c", code]
     with subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
