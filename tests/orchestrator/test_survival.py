@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from sqlalchemy import select
 
 from orchestrator.launcher_api import Resources
+from orchestrator.store.models import Job
 from tests.orchestrator.conftest import World
+from tests.orchestrator.fakes import make_spec
 from worker.contract.messages import AttemptEnd, StopRequest
+from worker.contract.spec import JobSpec
 from worker.contract.states import Reason
 
 
@@ -152,3 +158,26 @@ def test_a_job_gives_way_to_one_of_a_higher_priority_and_comes_back(world: World
     world.turn(2)
     assert world.state(low) == "STARTING"
     form(world, low, 2)
+
+
+def test_a_spec_that_an_earlier_version_accepted_is_read_as_it_is(world: World) -> None:
+    both = {"algorithm": "direct", "restarts": [2]}
+    answer = world.client.post("/v1/jobs", json=make_spec().model_dump(mode="json") | {"kernels": both})
+    assert answer.status_code == 422 and [entry["pointer"] for entry in answer.json()["errors"]] == [
+        "/kernels/restarts"
+    ]
+    running, ended = world.running(), world.running()
+    world.attempt(ended).end(Reason.COMPLETED)
+    world.turn(2)
+    waiting, other = world.submit(), world.submit()
+    with world.database.write() as session:
+        for job in session.scalars(select(Job).where(Job.id != other)):
+            job.spec = json.dumps(json.loads(job.spec) | {"kernels": both})
+    world.turn()
+    listed = {job["id"]: job["state"] for job in world.client.get("/v1/jobs").json()["jobs"]}
+    assert listed == {running: "RUNNING", ended: "SUCCEEDED", waiting: "STARTING", other: "STARTING"}
+    assert world.client.get("/metrics").status_code == 200
+    word = {"kernel": "cublas", "reason": "try"}
+    assert world.client.post(f"/v1/jobs/{running}/kernel-swaps", json=word).status_code == 202
+    read = JobSpec.model_validate_json(world.attempt(waiting).start.spec_json)  # as its worker does
+    assert read.kernels.restarts == (2,)

@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from worker.contract.errors import FieldError, SpecInvalid
+from worker.contract.kernels import Algorithm
 from worker.contract.spec import OPTIMIZER_TAG, AdamWOptimizer, DmuonOptimizer, JobSpec, MuonOptimizer
 
 __all__ = ["MAX_SPEC_BYTES", "load_spec", "parse_document", "validate_spec"]
@@ -310,36 +311,33 @@ def _section_of(annotation: Any) -> Any:
 
 
 def _cross_field(spec: JobSpec) -> list[FieldError]:
-    """Rules that tie two sections together."""
-    errors, world, training = [], spec.world_size, spec.training
+    """Rules that tie values together. They are for what is handed in: a stored spec, which an earlier version may have
+    accepted, is read without them."""
+    errors, training, kernels = _uneven(spec), spec.training, spec.kernels
+    if training.schedule.warmup_steps > training.steps:
+        message = f"found {training.schedule.warmup_steps}, more than the {training.steps} steps of the job"
+        errors.append(_inconsistent("/training/schedule/warmup_steps", message, "Use fewer warm-up steps."))
+    if kernels.restarts is not None and kernels.algorithm is Algorithm.DIRECT:
+        message = f"found {list(kernels.restarts)} beside algorithm 'direct', which never starts anew"
+        cure = "Leave restarts out, or set algorithm to 'gram'."
+        errors.append(_inconsistent("/kernels/restarts", message, cure))
+    return errors
+
+
+def _uneven(spec: JobSpec) -> list[FieldError]:
+    """Find a batch that workers cannot share."""
+    world, training = spec.world_size, spec.training
     if training.global_batch % world:
         below = training.global_batch - training.global_batch % world
-        near = [str(n) for n in (below, below + world) if n > 0]
-        errors.append(
-            FieldError(
-                pointer="/training/global_batch",
-                code="inconsistent",
-                message=f"found {training.global_batch}, which {world} workers cannot share evenly",
-                suggestion=f"Use {' or '.join(near)}, or change /mesh.",
-            )
-        )
-    elif training.micro_batch is not None and (training.global_batch // world) % training.micro_batch:
-        errors.append(
-            FieldError(
-                pointer="/training/micro_batch",
-                code="inconsistent",
-                message=f"found {training.micro_batch}, which does not divide the {training.global_batch // world} "
-                "sequences of a worker's step",
-                suggestion=f"Use a divisor of {training.global_batch // world}.",
-            )
-        )
-    if training.schedule.warmup_steps > training.steps:
-        errors.append(
-            FieldError(
-                pointer="/training/schedule/warmup_steps",
-                code="inconsistent",
-                message=f"found {training.schedule.warmup_steps}, more than the {training.steps} steps of the job",
-                suggestion="Use fewer warm-up steps.",
-            )
-        )
-    return errors
+        near = " or ".join(str(n) for n in (below, below + world) if n > 0)
+        message = f"found {training.global_batch}, which {world} workers cannot share evenly"
+        return [_inconsistent("/training/global_batch", message, f"Use {near}, or change /mesh.")]
+    share = training.global_batch // world
+    if training.micro_batch is not None and share % training.micro_batch:
+        message = f"found {training.micro_batch}, which does not divide the {share} sequences of a worker's step"
+        return [_inconsistent("/training/micro_batch", message, f"Use a divisor of {share}.")]
+    return []
+
+
+def _inconsistent(pointer: str, message: str, cure: str) -> FieldError:
+    return FieldError(pointer=pointer, code="inconsistent", message=message, suggestion=cure)

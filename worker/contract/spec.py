@@ -8,16 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    Discriminator,
-    Field,
-    StringConstraints,
-    Tag,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, Discriminator, Field, StringConstraints, Tag, model_validator
 
 from worker.contract._section import Section
 from worker.contract.failure import FailureSpec, WatchdogSpec
@@ -286,16 +277,6 @@ class KernelsSpec(Section):
     breaker: BreakerSpec = BreakerSpec()
     swap_deadline_s: Annotated[float, Field(gt=0, le=3600)] = 120.0
     """How long all ranks may take to prepare a swap of the kernel; then it is rolled back."""
-
-    @field_validator("restarts")
-    @classmethod
-    def _of_the_gram_form(cls, restarts: tuple[int, ...] | None, info: ValidationInfo) -> tuple[int, ...] | None:
-        if restarts is not None and info.data.get("algorithm") is Algorithm.DIRECT:
-            raise ValueError(
-                f"found {list(restarts)} beside algorithm 'direct', which never starts anew; leave restarts out, or "
-                "set algorithm to 'gram'"
-            )
-        return restarts
 
 
 class CheckpointSpec(Section):
