@@ -104,8 +104,9 @@ def gpus(
     shown = [holder for holder in found.holders if everybody or holder.standing != "live"]
     for holder in shown:
         c.console.print(_holder(holder), markup=False, soft_wrap=True)
-    if not shown:
-        c.errors.print("no process was seen that belongs to no attempt")
+    if not shown and any(node.gpus for node in found.nodes):
+        where = ", on the GPUs that were seen" if unseen else ""
+        c.errors.print(f"no process was seen that belongs to no attempt{where}")
 
 
 def _holder(holder: r.GpuHolder) -> str:

@@ -189,7 +189,11 @@ def test_the_operator_sees_who_it_is(world: World, client: Client) -> None:  # n
     world.launcher.looks = (GpuLook(node=NODE, gpus=(0,)),)
     world.clock.advance(60)
     world.turn()
-    assert "no process was seen that belongs to no attempt" in run("gpus")
+    assert "no process was seen that belongs to no attempt\n" in run("gpus")
+    world.launcher.looks = (GpuLook(node=NODE, problem="no driver"),)
+    world.clock.advance(60)
+    world.turn()
+    assert "no process" not in run("gpus"), "nobody looked: no all-clear"
     assert "gpus" in runner.invoke(app, ["--help"]).output
 
 

@@ -40,8 +40,10 @@ class FieldError(BaseModel):
     """What to write instead."""
 
     def __str__(self) -> str:
-        cure = f" {self.suggestion}" if self.suggestion else ""
-        return f"{self.pointer or '/'}: {self.message}{cure}"
+        text = f"{self.pointer or '/'}: {self.message}"
+        if not self.suggestion:
+            return text
+        return f"{text}{'' if text.endswith(('.', '!', '?')) else '.'} {self.suggestion}"
 
 
 class ErrorValue(BaseModel):
