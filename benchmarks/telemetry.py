@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon_runtime as dmuon
-from benchmarks.common import join_group, write_result
+from benchmarks.common import expect_positive, join_group, write_result
 from benchmarks.contestants import BUILDERS, Contestant
 from benchmarks.pairs import excess
 from benchmarks.workloads import WORKLOADS, Workload
@@ -215,6 +215,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--batch", type=int, help="sequences of a rank; default: the workload's")
     arguments = parser.parse_args(argv)
+    expect_positive(parser, arguments, "rounds", "batch")
     device = join_group()
     cuda = device.type == "cuda"
     if not cuda:

@@ -57,7 +57,7 @@ class Runtime:
             raise AlreadyOptimized(
                 "the model has a Muon already, and two would update the same weights with states of their own; go on "
                 "with that one (its param_groups hold the rates), or let it go before another is built: del optimizer, "
-                "and what refers to it, such as a scheduler"
+                "and what refers to it, such as a scheduler, a kept exception or a notebook's output"
             )
 
 
