@@ -40,6 +40,8 @@ class RayLauncher:
         self._connected = False
         self._entry: Any = None
         """A task that calls an entry point. One for all calls, since Ray keeps each that is made for good."""
+        self._looking: dict[str, Any] = {}
+        """Tasks that look at GPUs and have not ended, by node."""
         # Ray's own time limits do not cover everything that can hang, so each call runs in a thread that is waited for.
         self._threads = ThreadPoolExecutor(max_workers=32, thread_name_prefix="ray-call")
 
@@ -140,9 +142,10 @@ class RayLauncher:
         ray = self._connect()
         # By address: of two Ray nodes of one machine, either sees its GPUs.
         nodes = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"] and _gpus_of(node)}
-        asked = {address: self._ask_node(ray, node) for address, node in sorted(nodes.items())}
-        if asked:
-            ray.wait(list(asked.values()), num_returns=len(asked), timeout=_LOOK_S)
+        # A driver that hangs may hold a process that nobody can end: such a node gets no second one with each look.
+        hung = _unready(ray, self._looking, 0.0)
+        asked = {address: hung.get(address) or self._ask_node(ray, node) for address, node in sorted(nodes.items())}
+        self._looking = _unready(ray, hung | asked, _LOOK_S)
         return tuple(_heard(ray, address, reference) for address, reference in asked.items())
 
     def _ask_node(self, ray: Any, node: Mapping[str, Any]) -> Any:
@@ -211,6 +214,13 @@ def _entry_caller() -> Callable[[str, str], Any]:
         return getattr(importlib.import_module(module), function)(text)
 
     return call
+
+
+def _unready(ray: Any, references: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    """Wait for all; return those that have not ended."""
+    waiting = list(references.values())
+    left = ray.wait(waiting, num_returns=len(waiting), timeout=timeout_s)[1] if waiting else []
+    return {address: reference for address, reference in references.items() if reference in left}
 
 
 def _heard(ray: Any, address: str, reference: Any) -> GpuLook:

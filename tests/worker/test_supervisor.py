@@ -225,7 +225,14 @@ def test_ranks_on_a_gpu_are_told_from_others_and_a_node_that_hangs_is_unknown(mo
     assert attempt.end().reason == Reason.CANCELLED
     listed.write_text("hang")
     monkeypatch.setattr("orchestrator.launcher._LOOK_S", 1.5)
-    assert launcher.gpu_looks() == (GpuLook(node=here, problem="it did not answer within 1.5 s"),)
+    unseen = (GpuLook(node=here, problem="it did not answer within 1.5 s"),)
+    with monkeypatch.context() as driver:
+        driver.setattr(ray, "cancel", lambda *_, **__: None)  # a process that nobody can end
+        assert launcher.gpu_looks() == unseen
+        (reference,) = launcher._looking.values()
+        assert launcher.gpu_looks() == unseen and launcher._looking == {here: reference}, "one is enough"
+    assert launcher.gpu_looks() == unseen
+    assert ray.wait([reference], timeout=10)[0], "this one can be ended"
     listed.write_text("raise")
     monkeypatch.setattr("orchestrator.launcher._LOOK_S", 15.0)
     problem = "looking failed there: RuntimeError: no such driver"
