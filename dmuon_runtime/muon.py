@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, NoReturn, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -114,6 +114,13 @@ class Muon(torch.optim.Optimizer):
         raise UnsupportedFeature(
             "Muon.load_state_dict goes by position, and state belongs to a name; use "
             "dmuon.get_optimizer_state_dict and dmuon.set_optimizer_state_dict"
+        )
+
+    def __deepcopy__(self, _memo: object) -> NoReturn:
+        """Refuse: it would be a second Muon of the model."""
+        raise UnsupportedFeature(
+            "copy.deepcopy of a Muon would update the same weights with a state of its own; to keep its state use "
+            "dmuon.get_optimizer_state_dict(model, optimizer), on all ranks"
         )
 
     @overload

@@ -70,6 +70,8 @@ def _second_time() -> None:
     for whole_or_part in (run.model, run.model.get_submodule("layers.0")):
         with pytest.raises(dmuon.UnsupportedFeature, match="copy before dedicate_params, or build another model"):
             copy.deepcopy(whole_or_part)
+    with pytest.raises(dmuon.UnsupportedFeature, match="get_optimizer_state_dict"):
+        copy.deepcopy(run.optimizer)
     plan = dmuon.plan_params(make(), dist.get_world_size(), _trains, param_policy=POLICY)
     assert plan.hash == dmuon.get_plan(run.model).hash
     if dist.get_rank() == 0:
