@@ -97,6 +97,10 @@ class BenchmarkDriver:
         """Return the runtime's totals."""
         return dmuon.get_counters(self._model).snapshot()
 
+    def settle(self) -> None:
+        """Take the step's times while the device works, as a worker does."""
+        dmuon.get_counters(self._model).settle()
+
     def rates(self) -> dict[str, float]:
         """Return the rate of each route."""
         return {"muon": 0.01, "adamw": 3e-4, "sharded_adamw": 3e-4}
@@ -109,6 +113,7 @@ def _step(contestant: Contestant, tokens: Tensor, reporter: Reporter | None, num
     contestant.update()
     if reporter is None:
         return 0
+    reporter.driver.settle()
     facts = StepFacts(
         step=number, loss=float(loss), grad_norm=None, seconds=1.0, tokens=tokens.numel(), kernel="cublas",
         kernel_epoch=0, orthogonality_error=None, ns_before=before,

@@ -90,7 +90,19 @@ class Counters:
             pending_spans=len(self._pending) + len(self._compute),
         )
 
-    def _harvest(self) -> None:
+    def settle(self) -> None:
+        """Wait for one collective after the other, up to the first for which compute does not wait yet, and take their
+        seconds as they end.
+
+        For a host that is about to wait for the device: what a snapshot would ask afterwards, while the device has
+        nothing to do, is asked while it works.
+        """
+        self._take_up()
+        while self._pending and self._pending[0][1].settle():
+            self._add(*self._pending.popleft())
+
+    def _take_up(self) -> None:
+        """Count what was issued since the last look."""
         while self._issued:
             key, payload_bytes, span = self._issued.popleft()
             total = self._totals.get(key)
@@ -99,15 +111,23 @@ class Counters:
             total.collectives += 1
             total.payload_bytes += payload_bytes
             self._pending.append((key, span))
+
+    def _add(self, key: Key | None, span: Span) -> bool:
+        """Add the seconds of a span if they are known, and tell whether they are."""
+        seconds = span.seconds()
+        if seconds is None:
+            return False
+        self._totals[key].seconds += seconds
+        self._totals[key].exposed_seconds += span.exposed_seconds()
+        span.release()
+        return True
+
+    def _harvest(self) -> None:
+        self._take_up()
         for _ in range(len(self._pending)):
-            key, span = self._pending.popleft()
-            seconds = span.seconds()
-            if seconds is None:
-                self._pending.append((key, span))
-                continue
-            self._totals[key].seconds += seconds
-            self._totals[key].exposed_seconds += span.exposed_seconds()
-            span.release()
+            entry = self._pending.popleft()
+            if not self._add(*entry):
+                self._pending.append(entry)
         for _ in range(len(self._compute)):
             span = self._compute.popleft()
             seconds = span.seconds()

@@ -53,6 +53,9 @@ class Event(Protocol):
     def elapsed_time(self, end_event: object) -> float:
         """Return milliseconds from this event to ``end_event``."""
 
+    def synchronize(self) -> None:
+        """Block the host until the device has passed the point."""
+
 
 class Span(Protocol):
     """A started piece of work."""
@@ -77,6 +80,10 @@ class Span(Protocol):
 
     def exposed_seconds(self) -> float:
         """Return the time for which compute waited; call it only when :meth:`seconds` is known."""
+
+    def settle(self) -> bool:
+        """Block the host until compute has its result, and tell whether :meth:`seconds` is known. Where compute does
+        not wait for the result yet it is not, and nothing blocks."""
 
     def release(self) -> None:
         """Give back what measuring took: the span was counted, and nobody asks it again."""
@@ -153,6 +160,10 @@ class HostSpan:
         """Return the time blocked in :meth:`wait`, never more than the span itself."""
         return min(self._exposed_s, self.seconds() or 0.0)
 
+    def settle(self) -> bool:
+        """Tell whether it has ended: the host has waited for it, or nobody has yet."""
+        return self.seconds() is not None
+
     def release(self) -> None:
         """Give nothing back: only a clock was read."""
 
@@ -176,7 +187,7 @@ class DeviceSpan:
         self.end: Event | None = None
         self._wait: tuple[Event, Event] | None = None
         self._held_up: Event | None = None
-        self._waiting = False
+        self._waiting = self._is_aside = False
         self._seconds: float | None = None
 
     def _record(self) -> Event:
@@ -209,7 +220,7 @@ class DeviceSpan:
     def pass_by(self, work: Work) -> None:
         """Make the current stream, one beside compute, wait."""
         work.wait()
-        self._waiting = False
+        self._waiting, self._is_aside = False, True
 
     def hold_up(self) -> None:
         """Take this point of the current stream as where compute began to wait for something behind this work."""
@@ -246,6 +257,16 @@ class DeviceSpan:
         if self._wait is None:
             return 0.0
         return min(float(self._wait[0].elapsed_time(self._wait[1])) / 1e3, self.seconds() or 0.0)
+
+    def settle(self) -> bool:
+        """Wait for the device to come to the end, and to where compute waited for it."""
+        if self._waiting or self.end is None or (self._is_aside and self._held_up is None):
+            return False
+        self.end.synchronize()
+        compute = self._held_up if self._wait is None else self._wait[1]
+        if compute is not None:
+            compute.synchronize()
+        return self.seconds() is not None
 
     def release(self) -> None:
         """Let other spans have the events, but for the end, from which the next work on the communicator counts."""

@@ -84,6 +84,10 @@ class Driver(Protocol):
         """What the runtime has counted; None where nothing counts."""
         ...
 
+    def settle(self) -> None:
+        """Wait for the communication of a step that was issued, for its times are taken best while the device works."""
+        ...
+
     def whole_state(self) -> dict[str, Tensor]:
         """Return the weights by full name as whole tensors, on rank 0 at least; collective."""
         ...
@@ -120,6 +124,10 @@ class DmuonDriver:
     def counters(self) -> dmuon.CountersSnapshot | None:
         """As in :class:`Driver`."""
         return dmuon.get_counters(self.model).snapshot()
+
+    def settle(self) -> None:
+        """As in :class:`Driver`."""
+        dmuon.get_counters(self.model).settle()
 
     def whole_state(self) -> dict[str, Tensor]:
         """As in :class:`Driver`."""
@@ -174,6 +182,9 @@ class BaselineDriver:
     def counters(self) -> dmuon.CountersSnapshot | None:
         """None: torch counts neither its communication nor its Newton-Schulz."""
         return None
+
+    def settle(self) -> None:
+        """Nothing was counted."""
 
     def whole_state(self) -> dict[str, Tensor]:
         """As in :class:`Driver`."""

@@ -246,6 +246,7 @@ class _Loop:
         assert loss_work is not None, "this rank is in the group"
         with PROGRESS.waiting("all-reduce of the loss"):
             loss_work.wait()
+            self.driver.settle()
         facts = StepFacts(
             step=step + 1,
             loss=float(loss) / spec.world_size,

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dmuon_runtime import spans
+from dmuon_runtime.counters import Counters
 from dmuon_runtime.spans import DeviceSpan, Event, HostSpan
 
 
@@ -33,6 +34,9 @@ class Mark:
 
     def query(self) -> bool:
         return self.at_ms <= self._device.reached
+
+    def synchronize(self) -> None:
+        self._device.reached = max(self._device.reached, self.at_ms)
 
     def elapsed_time(self, end_event: object) -> float:
         assert isinstance(end_event, Mark)
@@ -145,6 +149,28 @@ def test_nothing_is_said_before_the_device_is_there(device: Device) -> None:
     assert span.seconds() is None
     device.reached = 10
     assert span.seconds() == pytest.approx(0.010)
+
+
+def test_a_host_that_waits_for_the_device_takes_times_as_they_come(device: Device) -> None:
+    counters, key = Counters(), ("muon", "forward")
+    gathered, published, late = collective(device, 0, 10), collective(device, 10, 20), collective(device, 20, 30)
+    for span in (gathered, published, late):
+        counters.add_collective(key, 8, span)
+    wait(device, gathered, at_ms=7, end_ms=10)
+    published.pass_by(Collective(device, 20))  # type: ignore[arg-type]
+    wait(device, late, at_ms=25, end_ms=30)
+    device.reached = 0
+    counters.settle()
+    assert device.reached == 10, "no further than to the first for which compute does not wait"
+    assert counters.snapshot().comm[key].seconds == pytest.approx(0.010)
+    device.now_ms = 18
+    published.hold_up()
+    counters.settle()
+    assert device.reached == 30
+    found = counters.snapshot()
+    assert (found.pending_spans, found.comm[key].collectives, found.comm[key].payload_bytes) == (0, 3, 24)
+    assert found.comm[key].seconds == pytest.approx(0.030)
+    assert found.comm[key].exposed_seconds == pytest.approx(0.003 + 0.002 + 0.005)
 
 
 def test_events_of_a_counted_span_serve_again_but_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def _no_synchronisation_in(setting: Setting) -> None:
     torch.cuda.set_sync_debug_mode("default")
     with torch.no_grad():
         run.model(tokens)  # waits for what the last step published
-    torch.cuda.synchronize()
+    dmuon.get_counters(run.model).settle()
     counted = dmuon.get_counters(run.model).snapshot()
     assert counted.pending_spans == 0
     assert counted.owner_compute_seconds > 0
