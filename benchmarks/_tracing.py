@@ -73,9 +73,7 @@ def steps_annotated(contestant: Contestant) -> Iterator[None]:
         _muon._zeropower_via_newtonschulz = plain
 
 
-def trace_steps(
-    contestant: Contestant, step: Callable[[], object], num_steps: int
-) -> tuple[Exposed, float | None]:  # fmt: skip
+def trace_steps(contestant: Contestant, step: Callable[[], object], num_steps: int) -> tuple[Exposed, float | None]:
     """Trace ``num_steps`` steps on CUDA after one that is not read.
 
     Returns what is exposed, of the most exposed rank, and milliseconds of torch's Newton-Schulz in a step, of the

@@ -236,17 +236,17 @@ class DeviceSpan:
         """Return seconds on the device; a start inside the work before it counts from that work's end."""
         if self._seconds is not None or self._start is None:
             return self._seconds
-        if self.end is not None and not self._waiting and self._is_over(self.end):
+        if self.end is not None and not self._waiting and all(mark.query() for mark in self._marks()):
             elapsed_ms = self._start.elapsed_time(self.end)
             if self._previous is not None:  # taken on the same probe, so it is over too
                 elapsed_ms = min(elapsed_ms, self._previous.elapsed_time(self.end))
             self._seconds = float(max(elapsed_ms, 0.0)) / 1e3
         return self._seconds
 
-    def _is_over(self, end: Event) -> bool:
-        """Tell whether the device has passed all that was marked."""
-        wait_is_over = self._wait is None or self._wait[1].query()
-        return wait_is_over and end.query() and (self._held_up is None or self._held_up.query())
+    def _marks(self) -> list[Event]:
+        """Return the points that the device passes before all is known: the end, and where compute waited for it."""
+        marks = (self.end, self._held_up, None if self._wait is None else self._wait[1])
+        return [mark for mark in marks if mark is not None]
 
     def exposed_seconds(self) -> float:
         """Return the time for which the waiting stream stood still, never more than the span itself: a wait that began
@@ -262,10 +262,8 @@ class DeviceSpan:
         """Wait for the device to come to the end, and to where compute waited for it."""
         if self._waiting or self.end is None or (self._is_aside and self._held_up is None):
             return False
-        self.end.synchronize()
-        compute = self._held_up if self._wait is None else self._wait[1]
-        if compute is not None:
-            compute.synchronize()
+        for mark in self._marks():
+            mark.synchronize()
         return self.seconds() is not None
 
     def release(self) -> None:
