@@ -9,6 +9,9 @@ drawn anew each time, and compares them with each other alone (:mod:`benchmarks.
 the machine makes of equal work; its interval should hold 0. Wall time is the slowest rank's; CPU time is that of all
 threads of the processes, which neighbours on the machine disturb less. Not switched off: the norms of updates and
 gradients, which a step computes for clipping, skipping and the update's RMS anyway.
+
+In one of 25 steps a worker also samples how orthogonal an update is. Among all steps that would not be seen, so such a
+sample is timed by itself, and its share of a step is shown beside.
 """
 
 from __future__ import annotations
@@ -37,8 +40,10 @@ from benchmarks.pairs import excess
 from benchmarks.workloads import WORKLOADS, Workload
 from dmuon_runtime import ledger, muon, transport
 from dmuon_runtime.counters import Counters
+from dmuon_runtime.orthogonality import orthogonality_bound
 from worker.optimizers import Driver
 from worker.report import Reporter, StepFacts
+from worker.settings import WorkerSettings
 
 __all__ = ["main"]
 
@@ -49,7 +54,7 @@ VARIANTS = ("off", "on", "off again")
 class NoSpan:
     """Measures nothing."""
 
-    end = None
+    end = _end_s = None
 
     def __init__(self, *_: object) -> None: ...
 
@@ -97,6 +102,10 @@ class BenchmarkDriver:
         """Return the runtime's totals."""
         return dmuon.get_counters(self._model).snapshot()
 
+    def owner_compute_seconds(self) -> float:
+        """Return the seconds of this rank's updates."""
+        return dmuon.get_counters(self._model).owner_compute_seconds()
+
     def settle(self) -> None:
         """Take the step's times while the device works, as a worker does."""
         dmuon.get_counters(self._model).settle()
@@ -106,19 +115,39 @@ class BenchmarkDriver:
         return {"muon": 0.01, "adamw": 3e-4, "sharded_adamw": 3e-4}
 
 
-def _step(contestant: Contestant, tokens: Tensor, reporter: Reporter | None, number: int) -> int:
+class Watch:
+    """What a worker does beside each of its steps."""
+
+    def __init__(self, contestant: Contestant, device: torch.device) -> None:
+        self._driver = BenchmarkDriver(contestant)
+        self._reporter = Reporter(dist.get_rank(), device, cast(Driver, self._driver))
+        self._before = ledger.snapshot()
+
+    def begin(self) -> None:
+        """Before the forward."""
+        self._before = ledger.snapshot()
+
+    def end(self, loss: Tensor, tokens: Tensor, number: int) -> int:
+        """Behind the update; return how long the report is."""
+        outcome = self._driver.optimizer.last_step
+        assert outcome is not None, "a step was done"
+        outcome.send()
+        self._driver.settle()
+        ahead = self._reporter.ahead()
+        facts = StepFacts(
+            step=number, loss=float(loss), seconds=1.0, tokens=tokens.numel(), kernel="cublas", kernel_epoch=0,
+            orthogonality_error=None, ns_before=self._before,
+        )  # fmt: skip
+        return len(self._reporter.report(facts, ahead).model_dump_json())
+
+
+def _step(contestant: Contestant, tokens: Tensor, watch: Watch | None, number: int) -> int:
     """Do one step; return how long its report is."""
-    before = ledger.snapshot() if reporter is not None else {}
+    if watch is not None:
+        watch.begin()
     loss = contestant.forward_backward(tokens)
     contestant.update()
-    if reporter is None:
-        return 0
-    reporter.driver.settle()
-    facts = StepFacts(
-        step=number, loss=float(loss), grad_norm=None, seconds=1.0, tokens=tokens.numel(), kernel="cublas",
-        kernel_epoch=0, orthogonality_error=None, ns_before=before,
-    )  # fmt: skip
-    return len(reporter.report(facts).model_dump_json())
+    return 0 if watch is None else watch.end(loss, tokens, number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +182,7 @@ Found = dict[str, list[Sample]]
 
 def measure(contestant: Contestant, workload: Workload, device: torch.device, rounds: int) -> Found:
     """Return each step by variant and round."""
-    reporter = Reporter(dist.get_rank(), device, cast(Driver, BenchmarkDriver(contestant)))
+    watch = Watch(contestant, device)
     found: Found = {name: [] for name in VARIANTS}
     order = random.Random(0)  # the same on all ranks
     for number in range(-WARMUP, rounds):
@@ -164,7 +193,7 @@ def measure(contestant: Contestant, workload: Workload, device: torch.device, ro
                 if name != "on":
                     stack.enter_context(without_telemetry())
                 begin = _clocks()
-                _step(contestant, tokens, reporter if name == "on" else None, number + WARMUP + 1)
+                _step(contestant, tokens, watch if name == "on" else None, number + WARMUP + 1)
                 sample = _sample(device, begin)
             if number >= 0:
                 found[name].append(sample)
@@ -176,7 +205,7 @@ def own_seconds(contestant: Contestant, workload: Workload, device: torch.device
 
     For CPUs: beside a device such a call may wait for room in the device's queue.
     """
-    spent, reporter = [0.0], Reporter(dist.get_rank(), device, cast(Driver, BenchmarkDriver(contestant)))
+    spent, watch = [0.0], Watch(contestant, device)
 
     def timed(call: Any) -> Any:
         def wrapper(*arguments: object) -> object:
@@ -204,13 +233,24 @@ def own_seconds(contestant: Contestant, workload: Workload, device: torch.device
             stack.enter_context(mock.patch.object(ledger.Ledger, name, timed(getattr(ledger.Ledger, name))))
         for number in range(steps):
             tokens = workload.tokens(number, dist.get_rank(), device)
-            contestant.forward_backward(tokens)
+            watch.begin()
+            loss = contestant.forward_backward(tokens)
             contestant.update()
             begin, before = time.thread_time(), spent[0]
-            facts = StepFacts(number + 1, 1.0, None, 1.0, tokens.numel(), "cublas", 0, None, ledger.snapshot())
-            reporter.report(facts).model_dump_json()
+            watch.end(loss, tokens, number + 1)
             spent[0] = before + time.thread_time() - begin
     return spent[0] / steps
+
+
+def sample_seconds(model: torch.nn.Module, device: torch.device, times: int = 7) -> float:
+    """Return what one sample of orthogonality takes, of the smallest matrix, as a worker takes it."""
+    shape = min((p.shape for p in model.parameters() if p.ndim == 2), key=lambda shape: (min(shape), shape.numel()))
+    matrix, spent = torch.nn.init.orthogonal_(torch.empty(shape, device=device)), list[float]()
+    for _ in range(times):
+        begin = time.perf_counter()
+        float(orthogonality_bound(matrix))
+        spent.append(time.perf_counter() - begin)
+    return statistics.median(spent)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -232,8 +272,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     contestant = BUILDERS["ours pure"](workload.build(device), grid, True, dtype)
     found = measure(contestant, workload, device, arguments.rounds)
     own_s = None if cuda else own_seconds(contestant, workload, device, 10)
+    sample_s = sample_seconds(contestant.model, device)
     if dist.get_rank() == 0:
-        _show(found, own_s, name, workload.batch)
+        _show(found, own_s, sample_s, name, workload.batch)
     dist.destroy_process_group()
 
 
@@ -249,12 +290,15 @@ def compare(found: Found) -> list[dict[str, Any]]:
     return rows
 
 
-def _show(found: Found, own_s: float | None, workload: str, batch: int) -> None:
+def _show(found: Found, own_s: float | None, sample_s: float, workload: str, batch: int) -> None:
     rows = compare(found)
-    facts: dict[str, float] = {}
+    every = WorkerSettings().orthogonality_every_steps
+    share = sample_s / every / rows[0]["off"]
+    print(f"a sample of orthogonality: {sample_s * 1e3:.2f} ms, in one of {every} steps {share:.3%} of a step")
+    facts = {"sample_s": sample_s, "sample_every_steps": every, "sample_share_of_step": share}
     if own_s is not None:
         share = own_s / rows[0]["off"]
-        facts = {"own_us_a_step": own_s * 1e6, "own_share_of_step": share}
+        facts |= {"own_us_a_step": own_s * 1e6, "own_share_of_step": share}
         print(f"inside telemetry's own code: {own_s * 1e6:.0f} us a step and rank, {share:.3%} of a step")
     write_result(
         f"telemetry-{workload}-{batch}", rows, world_size=dist.get_world_size(), workload=workload, batch=batch,

@@ -5,7 +5,9 @@ compute kernels are merged, and overlap is |communication ∩ compute| / |commun
 compute because the host is late, or because it serves another process, counts as exposed communication there.
 
 *Stalled*: of a collective that compute waits for, the part that falls between the last kernel before the wait and the
-first one behind it on the compute stream. That is what the runtime counts as exposed, found without its events.
+first one behind it on the compute stream, and behind the moment at which the host told the stream to wait: up to then
+the stream had nothing to do because the host was late. That is what the runtime counts as exposed, found without its
+events.
 
 Routes overlap each other, so their seconds do not add up to the total's. A route, and with ``#`` the collective, is
 known from the annotation around the call that launched a kernel or waited for one.
@@ -166,14 +168,18 @@ def compute_stream(compute: Sequence[Event], launched: Mapping[int, float]) -> l
 
 
 def _stalls(events: Sequence[Event], compute: Sequence[Event]) -> dict[str, list[Interval]]:
-    """Return when the compute stream stood between two kernels with a wait between their launches, by collective."""
+    """Return when the compute stream stood between two kernels with a wait between their launches, by collective; not
+    before the host had come to the wait."""
     ordered = compute_stream(compute, launch_times(events))
     found: dict[str, list[Interval]] = defaultdict(list)
     for event in events:
         if event.get("cat") == "user_annotation" and str(event["name"]).startswith(WAIT):
-            behind = bisect.bisect_left(ordered, interval(event)[1], key=lambda each: each[0])
-            if 0 < behind < len(ordered) and ordered[behind - 1][2] < ordered[behind][1]:
-                found[str(event["name"]).removeprefix(WAIT)].append((ordered[behind - 1][2], ordered[behind][1]))
+            told, left = interval(event)
+            behind = bisect.bisect_left(ordered, left, key=lambda each: each[0])
+            if 0 < behind < len(ordered):
+                stall = max(ordered[behind - 1][2], told), ordered[behind][1]
+                if stall[0] < stall[1]:
+                    found[str(event["name"]).removeprefix(WAIT)].append(stall)
     return found
 
 

@@ -85,10 +85,20 @@ class Counters:
         return CountersSnapshot(
             comm={key: total.freeze() for key, total in self._totals.items() if key is not None},
             control=self._totals.get(None, _Total()).freeze(),
-            owner_compute_seconds=self._owner_compute_seconds,
+            owner_compute_seconds=self.owner_compute_seconds(),
             ns_planned_matrices=self._ns_planned_matrices,
             pending_spans=len(self._pending) + len(self._compute),
         )
+
+    def owner_compute_seconds(self) -> float:
+        """Return the seconds of the updates that the device has done; waits for nothing."""
+        while self._compute:
+            seconds = self._compute[0].seconds()
+            if seconds is None:
+                break
+            self._compute.popleft()
+            self._owner_compute_seconds += seconds
+        return self._owner_compute_seconds
 
     def settle(self) -> None:
         """Wait for one collective after the other, up to the first for which compute does not wait yet, and take their
@@ -128,10 +138,3 @@ class Counters:
             entry = self._pending.popleft()
             if not self._add(*entry):
                 self._pending.append(entry)
-        for _ in range(len(self._compute)):
-            span = self._compute.popleft()
-            seconds = span.seconds()
-            if seconds is None:
-                self._compute.append(span)
-            else:
-                self._owner_compute_seconds += seconds

@@ -205,4 +205,10 @@ def _num_collectives(group: dist.ProcessGroup) -> int:
 
 
 def _new_group(ranks: list[int], backend: str) -> dist.ProcessGroup:
-    return cast(dist.ProcessGroup, dist.new_group(ranks, backend=backend, use_local_synchronization=True))
+    options = None
+    if "nccl" in backend:  # else a collective waits behind all blocks of the compute kernels that began before it
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    return cast(
+        dist.ProcessGroup,
+        dist.new_group(ranks, backend=backend, pg_options=options, use_local_synchronization=True),
+    )

@@ -174,6 +174,8 @@ class DeviceSpan:
     events of the same device that were counted: to make one and to let go of it takes the host as long as to record it.
     """
 
+    __slots__ = ("_blocked", "_is_aside", "_previous", "_probe", "_seconds", "_spare", "_start", "_waiting", "end")
+
     def __init__(
         self,
         probe: torch.cuda.Stream | None = None,
@@ -185,8 +187,8 @@ class DeviceSpan:
         self._spare = [] if spare is None else spare
         self._start: Event | None = self._record()
         self.end: Event | None = None
-        self._wait: tuple[Event, Event] | None = None
-        self._held_up: Event | None = None
+        self._blocked: Event | None = None
+        """Where compute began to wait. It goes on at the end: no event behind the wait would say more."""
         self._waiting = self._is_aside = False
         self._seconds: float | None = None
 
@@ -208,13 +210,9 @@ class DeviceSpan:
             self.end = self._record()
 
     def wait(self, work: Work) -> None:
-        """Make the current stream wait, between two events; for work that has ended already it does not stand still."""
-        if work.is_completed():
-            work.wait()
-        else:
-            before = self._record()
-            work.wait()
-            self._wait = (before, self._record())
+        """Make the current stream wait from here on."""
+        self._blocked = self._record()
+        work.wait()
         self._waiting = False
 
     def pass_by(self, work: Work) -> None:
@@ -226,7 +224,7 @@ class DeviceSpan:
         """Take this point of the current stream as where compute began to wait for something behind this work."""
         if self._start is None:
             return  # counted: it had ended before compute came
-        self._held_up, self._seconds = self._record(), None
+        self._blocked, self._seconds = self._record(), None
 
     def finish(self) -> None:
         """End at this point of the current stream."""
@@ -244,23 +242,20 @@ class DeviceSpan:
         return self._seconds
 
     def _marks(self) -> list[Event]:
-        """Return the points that the device passes before all is known: the end, and where compute waited for it."""
-        marks = (self.end, self._held_up, None if self._wait is None else self._wait[1])
-        return [mark for mark in marks if mark is not None]
+        """Return the points that the device passes before all is known: the end, and where compute began to wait."""
+        return [mark for mark in (self.end, self._blocked) if mark is not None]
 
     def exposed_seconds(self) -> float:
         """Return the time for which the waiting stream stood still, never more than the span itself: a wait that began
         while the work before was still running is that work's up to its end."""
-        if self._held_up is not None:
-            left_ms = self._held_up.elapsed_time(self.end)
-            return min(max(float(left_ms), 0.0) / 1e3, self.seconds() or 0.0)
-        if self._wait is None:
+        if self._blocked is None:
             return 0.0
-        return min(float(self._wait[0].elapsed_time(self._wait[1])) / 1e3, self.seconds() or 0.0)
+        left_ms = self._blocked.elapsed_time(self.end)
+        return min(max(float(left_ms), 0.0) / 1e3, self.seconds() or 0.0)
 
     def settle(self) -> bool:
-        """Wait for the device to come to the end, and to where compute waited for it."""
-        if self._waiting or self.end is None or (self._is_aside and self._held_up is None):
+        """Wait for the device to come to the end, and to where compute began to wait for it."""
+        if self._waiting or self.end is None or (self._is_aside and self._blocked is None):
             return False
         for mark in self._marks():
             mark.synchronize()
@@ -268,9 +263,8 @@ class DeviceSpan:
 
     def release(self) -> None:
         """Let other spans have the events, but for the end, from which the next work on the communicator counts."""
-        used = (self._start, self._held_up, *(self._wait or ()))
-        self._spare += [event for event in used if event is not None]
-        self._start, self._held_up, self._wait, self._previous = None, None, None, None
+        self._spare += [event for event in (self._start, self._blocked) if event is not None]
+        self._start, self._blocked, self._previous = None, None, None
 
 
 def start_span(device: torch.device) -> Span:

@@ -185,14 +185,16 @@ class Transport:
         if axis.size == 1:
             return Handle(None, HostSpan(), ())
         place = (axis.name, lane)
-        on_device = keep[0].device.type == "cuda"
-        span = self._device_span(place) if on_device else HostSpan(self._last_host.get(place))
-        work = cast(Work, issue())
-        span.follow(work)
-        if isinstance(span, DeviceSpan):
-            self._last_end[place] = span.end
+        span: Span
+        if keep[0].device.type == "cuda":
+            work = cast(Work, issue())
+            span = device_span = self._device_span(place)  # behind it: the host's time to issue is no communication
+            span.follow(work)
+            self._last_end[place] = device_span.end
         else:
-            self._last_host[place] = span
+            span = self._last_host[place] = HostSpan(self._last_host.get(place))
+            work = cast(Work, issue())
+            span.follow(work)
         self.counters.add_collective(key, keep[0].nbytes, span)
         route, phase = key or ("control", lane)
         what = f"{phase} of {route} on the {axis.name} axis (collective {PROGRESS.issued()}, {keep[0].nbytes} bytes)"

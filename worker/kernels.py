@@ -21,7 +21,8 @@ from dmuon_runtime.guard import KernelGuard, compare
 from dmuon_runtime.kernels import KERNELS
 from dmuon_runtime.ledger import LEDGER, NsCount
 from dmuon_runtime.matrices import matrix_shapes
-from dmuon_runtime.newton_schulz import Choices, NewtonSchulz, orthogonality_error
+from dmuon_runtime.newton_schulz import Choices, NewtonSchulz
+from dmuon_runtime.orthogonality import orthogonality_bound
 from dmuon_runtime.plan import RuntimePlan
 from dmuon_runtime.policy import DTYPE_NAMES
 from worker.contract.kernels import (
@@ -55,7 +56,14 @@ class SampledNewtonSchulz(NewtonSchulz):
     """Newton-Schulz that measures, now and then, how orthogonal a result is."""
 
     sample_next = False
-    last_error: float | None = None
+    sampled: Tensor | float | None = None
+    """What was measured last, where it was measured; read it by :attr:`last_error`."""
+
+    @property
+    def last_error(self) -> float | None:
+        """What was measured last; waits for the device when it is new."""
+        self.sampled = None if self.sampled is None else float(self.sampled)
+        return self.sampled
 
     def each_round(
         self, like: Sequence[Tensor], load: Callable[[Sequence[int]], list[Tensor]], steps: int = 5
@@ -68,7 +76,7 @@ class SampledNewtonSchulz(NewtonSchulz):
         for indices, results in super().each_round(like, load, steps):
             if chosen in indices:
                 smallest = results[indices.index(chosen)]
-                self.last_error = float(orthogonality_error(smallest.reshape(-1, *smallest.shape[-2:])[0]))
+                self.sampled = orthogonality_bound(smallest.reshape(-1, *smallest.shape[-2:])[0])
             yield indices, results
 
 
@@ -244,7 +252,7 @@ class KernelSwitch:
         self.epoch += 1
 
     def _use(self, spec: KernelsSpec, newton_schulz: SampledNewtonSchulz) -> None:
-        newton_schulz.last_error = self.newton_schulz.last_error
+        newton_schulz.sampled = self.newton_schulz.sampled
         self.newton_schulz.drop_graphs()
         self.spec, self.newton_schulz = spec, newton_schulz
 

@@ -84,6 +84,10 @@ class Driver(Protocol):
         """What the runtime has counted; None where nothing counts."""
         ...
 
+    def owner_compute_seconds(self) -> float | None:
+        """Seconds of this rank's updates; None where nothing counts."""
+        ...
+
     def settle(self) -> None:
         """Wait for the communication of a step that was issued, for its times are taken best while the device works."""
         ...
@@ -124,6 +128,10 @@ class DmuonDriver:
     def counters(self) -> dmuon.CountersSnapshot | None:
         """As in :class:`Driver`."""
         return dmuon.get_counters(self.model).snapshot()
+
+    def owner_compute_seconds(self) -> float | None:
+        """As in :class:`Driver`."""
+        return dmuon.get_counters(self.model).owner_compute_seconds()
 
     def settle(self) -> None:
         """As in :class:`Driver`."""
@@ -181,6 +189,10 @@ class BaselineDriver:
 
     def counters(self) -> dmuon.CountersSnapshot | None:
         """None: torch counts neither its communication nor its Newton-Schulz."""
+        return None
+
+    def owner_compute_seconds(self) -> float | None:
+        """None: torch has no owners."""
         return None
 
     def settle(self) -> None:

@@ -28,11 +28,21 @@ from worker.kernels import launched_kernel
 from worker.optimizers import Driver
 from worker.planner import traffic_factor
 
-__all__ = ["Reporter", "Sink", "StepFacts", "differences"]
+__all__ = ["Ahead", "Reporter", "Sink", "StepFacts", "differences"]
 
 MEMORY_EVERY_S = 1.0
 Sink = Callable[[RankReport | Milestone | RankError], None]
 """Takes a message at once; it never waits for anyone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What of a report is known before the device has done the step."""
+
+    comm: tuple[CommTotals, ...]
+    compared: dict[Kernel, int]
+    memory_bytes: int
+    lr: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +51,6 @@ class StepFacts:
 
     step: int
     loss: float
-    grad_norm: float | None
     seconds: float
     tokens: int
     kernel: str | None
@@ -72,8 +81,21 @@ class Reporter:
     _memory: int = 0
     _memory_due: float = -math.inf
 
-    def report(self, facts: StepFacts) -> RankReport:
-        """Return the report of a step that has just ended."""
+    def ahead(self) -> Ahead:
+        """Return what can be said of a step once all of it was issued.
+
+        For a host that is about to wait for the device: behind the wait the device stands still for a report.
+        """
+        counters = self.driver.counters()
+        return Ahead(
+            comm=() if counters is None else comm_totals(counters.comm),
+            compared=self._compared(),
+            memory_bytes=self._memory_bytes(),
+            lr=self.driver.rates(),
+        )
+
+    def report(self, facts: StepFacts, ahead: Ahead) -> RankReport:
+        """Return the report of a step that has just ended; ``ahead`` is of the same step."""
         last = self.driver.optimizer.last_step
         assert last is not None, "a step was done"
         self._skipped += last.skipped
@@ -81,7 +103,6 @@ class Reporter:
         self._tokens += facts.tokens
         self._seconds += facts.seconds
         self._buckets[bisect.bisect_left(STEP_SECONDS_BUCKETS, facts.seconds)] += 1
-        counters = self.driver.counters()
         counts = ledger.snapshot()
         return RankReport(
             rank=self.rank,
@@ -89,7 +110,7 @@ class Reporter:
             first_step=self.first_step,
             at=time.time(),
             loss=facts.loss,
-            grad_norm=facts.grad_norm,
+            grad_norm=last.grad_norm,
             skipped=last.skipped,
             skipped_total=self._skipped,
             withheld_total=self._withheld,
@@ -97,9 +118,9 @@ class Reporter:
             step_seconds=facts.seconds,
             step_seconds_sum=self._seconds,
             step_seconds_buckets=tuple(self._buckets),
-            comm=() if counters is None else comm_totals(counters.comm),
+            comm=ahead.comm,
             ns=self._ns_totals(counts),
-            owner_compute_seconds=None if counters is None else counters.owner_compute_seconds,
+            owner_compute_seconds=self.driver.owner_compute_seconds(),
             ns_orthogonality_error=facts.orthogonality_error,
             routes=tuple(
                 RouteStats.model_validate({"route": route, "update_square_sum": total, "elements": elements})
@@ -109,9 +130,9 @@ class Reporter:
             kernel_epoch=facts.kernel_epoch,
             fallback_calls=facts.fallback_calls,
             offenders=facts.offenders,
-            compared_launches=self._compared(),
-            memory_bytes=self._memory_bytes(),
-            lr=self.driver.rates(),
+            compared_launches=ahead.compared,
+            memory_bytes=ahead.memory_bytes,
+            lr=ahead.lr,
         )
 
     def _compared(self) -> dict[Kernel, int]:

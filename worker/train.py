@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -241,26 +241,15 @@ class _Loop:
         PROGRESS.enter("reduce")
         loss_work = dist.all_reduce(loss, async_op=True)
         clip = spec.training.clip_grad_norm
-        norm = None if clip is None else self.driver.clip(clip)
+        if clip is not None:
+            self.driver.clip(clip)
         self._update(step)
         assert loss_work is not None, "this rank is in the group"
         with PROGRESS.waiting("all-reduce of the loss"):
             loss_work.wait()
             self.driver.settle()
-        facts = StepFacts(
-            step=step + 1,
-            loss=float(loss) / spec.world_size,
-            grad_norm=None if norm is None else float(norm),
-            seconds=time.perf_counter() - begin,
-            tokens=spec.training.global_batch // spec.world_size * spec.data.sequence_length,
-            kernel=None if self.switch is None else self.switch.kernel,
-            kernel_epoch=None if self.switch is None else self.switch.epoch,
-            orthogonality_error=None if self.switch is None else self.switch.newton_schulz.last_error,
-            ns_before=before,
-            fallback_calls=0 if self.switch is None else self.switch.guard.fallback_calls,
-            offenders=() if self.attestation is None else self.attestation.offenders,
-        )
-        report = self.reporter.report(facts)
+        ahead = self.reporter.ahead()
+        report = self.reporter.report(self._facts(step, float(loss), begin, before), ahead)
         self.rank.sink(report)
         if self.control is not None:
             for note in self.control.end(step + 1, skipped=report.skipped):
@@ -272,6 +261,23 @@ class _Loop:
             message = "; ".join(found) or "the first step did exactly what the plan says"
             tell(self.rank, "routes_verified", message, rank_zero_only=not found, ok=not found)
 
+    def _facts(
+        self, step: int, loss: float, begin: float, before: Mapping[tuple[str, str], ledger.NsCount]
+    ) -> StepFacts:
+        spec = self.rank.spec
+        return StepFacts(
+            step=step + 1,
+            loss=loss / spec.world_size,
+            seconds=time.perf_counter() - begin,
+            tokens=spec.training.global_batch // spec.world_size * spec.data.sequence_length,
+            kernel=None if self.switch is None else self.switch.kernel,
+            kernel_epoch=None if self.switch is None else self.switch.epoch,
+            orthogonality_error=None if self.switch is None else self.switch.newton_schulz.last_error,
+            ns_before=before,
+            fallback_calls=0 if self.switch is None else self.switch.guard.fallback_calls,
+            offenders=() if self.attestation is None else self.attestation.offenders,
+        )
+
     def _update(self, step: int) -> None:
         if self.switch is not None:
             self.switch.newton_schulz.sample_next = step % self.rank.settings.orthogonality_every_steps == 0
@@ -282,6 +288,8 @@ class _Loop:
             self.attestation.begin()
             self.driver.optimizer.step()
             self._attest(step)
+        assert self.driver.optimizer.last_step is not None, "a step was done"
+        self.driver.optimizer.last_step.send()
         PROGRESS.enter("publish")
         self.driver.optimizer.zero_grad()
 

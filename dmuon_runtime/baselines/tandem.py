@@ -163,7 +163,7 @@ class _AdamWUpdates(UpdateTotals):
             for number in {float(state["step"]) for state in moved}:
                 self._parts.append((settings, number, [state for state in moved if float(state["step"]) == number]))
 
-    def square_sum(self) -> float:
+    def square_sum(self, device: torch.device) -> Tensor:
         """Return the sum of squares of ``lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)``."""
         totals = UpdateTotals()
         for settings, number, states in self._parts:
@@ -174,7 +174,7 @@ class _AdamWUpdates(UpdateTotals):
             torch._foreach_add_(denominators, settings["eps"])
             changes = torch._foreach_div([local_part(state["exp_avg"]) for state in states], denominators)
             totals.add(changes, float(settings["lr"]) / (1 - beta1**number))
-        return totals.square_sum()
+        return totals.square_sum(device)
 
 
 def _one_mesh(parameters: Mapping[str, nn.Parameter]) -> DeviceMesh | None:

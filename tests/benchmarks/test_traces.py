@@ -76,3 +76,14 @@ def test_a_stall_is_what_compute_waited_for() -> None:
     assert found.stalled_seconds == pytest.approx(30e-6), "of the first 170 to 200; the second had ended by itself"
     assert found.unstalled_ratio == pytest.approx(1 - 30 / 160)
     assert found.exposed_seconds == pytest.approx(160e-6 - (30 + 20 + 2 + 55) * 1e-6)
+
+
+def test_a_late_host_is_no_stall() -> None:
+    """The last kernel ends at 20 µs, the gather at 100; the host comes to its wait at 60, so compute waited for 40."""
+    events = [
+        launch(1, 5), kernel("gemm", 7, 1, 10, 20),
+        span("dmuon:muon/forward#0", 20, 30), launch(2, 25), kernel("nccl", 20, 2, 28, 100),
+        span("dmuon-wait:muon/forward#0", 60, 65),
+        launch(3, 70), kernel("gemm", 7, 3, 101, 120),
+    ]  # fmt: skip
+    assert read_overlap({"traceEvents": events})["muon/forward"].stalled_seconds == pytest.approx(40e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from dmuon_runtime.functional import direct_newton_schulz, gram_newton_schulz, n
 from dmuon_runtime.kernels import _cublas, registered_kernel
 from dmuon_runtime.kernels._blocked import Blocked
 from dmuon_runtime.newton_schulz import NewtonSchulz, default_restarts, orthogonality_error
+from dmuon_runtime.orthogonality import orthogonality_bound
 
 SHAPES = [(64, 128), (128, 64), (48, 48), (3, 16, 40), (2, 2, 40, 16)]
 
@@ -327,3 +329,15 @@ def test_orthogonality_error() -> None:
     stack = torch.stack([orthogonal, 1.1 * orthogonal, torch.zeros(8, 5), torch.full((8, 5), torch.nan)])
     errors = orthogonality_error(stack)
     torch.testing.assert_close(errors, torch.tensor([0.0, 0.21, 0.0, torch.inf]), rtol=0, atol=1e-5)
+
+
+def test_a_bound_on_it_is_near_it() -> None:
+    orthogonal = torch.linalg.qr(gaussian(96, 64)).Q
+    wide = torch.stack([torch.diag(torch.linspace(0.7, 1.2, 64)) @ orthogonal.mT, 1.1 * orthogonal.mT])
+    odd = torch.stack([torch.zeros(64, 96), torch.full((64, 96), torch.nan)])
+    errors, bounds = orthogonality_error(wide), orthogonality_bound(wide)
+    torch.testing.assert_close(errors, torch.tensor([0.51, 0.21]), rtol=0, atol=1e-5)
+    assert (bounds >= errors * (1 - 1e-5)).all() and (bounds <= errors * 64 ** (1 / 512) * (1 + 1e-5)).all()
+    assert bounds[1] > errors[1] * 1.008, "where all singular values are equal it is as far off as it can be"
+    assert orthogonality_bound(odd).tolist() == [0.0, math.inf]
+    assert orthogonality_bound(orthogonal.double()) < 1e-6 and orthogonality_bound(torch.zeros(0, 3)) == 0

@@ -19,6 +19,7 @@ from tests.multiproc.test_calls import DIVERGENT, calling
 from tests.multiproc.test_equality import plain_backward
 from tests.multiproc.test_gradients import accumulation_laws, non_finite_laws
 from tests.multiproc.test_random import programs
+from worker.kernels import SampledNewtonSchulz
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.multiproc, pytest.mark.skipif(NUM_GPUS == 0, reason="needs a CUDA device")]
@@ -90,11 +91,17 @@ def _no_synchronisation_in(setting: Setting) -> None:
             torch.cuda.set_sync_debug_mode("error")
         logits = run.model(tokens)
         logits.square().mean().backward()
-        dmuon.clip_grad_norm_(run.optimizer, 1.0)
+        norm = dmuon.clip_grad_norm_(run.optimizer, 1.0)
         run.optimizer.step()
+        outcome = run.optimizer.last_step
+        assert outcome is not None
+        outcome.send()
         run.optimizer.zero_grad()
         dmuon.get_counters(run.model).snapshot()
     torch.cuda.set_sync_debug_mode("default")
+    assert outcome.grad_norm == pytest.approx(float(norm)) and outcome.offenders == ()
+    for route, (square_sum, _) in outcome.updates.items():
+        assert square_sum == float(outcome.updates_by_route[route].square_sum(norm.device)), "as sent behind the step"
     with torch.no_grad():
         run.model(tokens)  # waits for what the last step published
     dmuon.get_counters(run.model).settle()
@@ -154,7 +161,7 @@ def real_kernels_in_a_step(*stretches: int) -> None:
     torch.manual_seed(0)
     device, guard = torch.device(device_type()), KernelGuard(Thresholds(slow_factor=1e6))  # ranks may share a GPU
     on_gpu, held = device.type == "cuda", list[int]()
-    model, newton_schulz = Wide().to(device), dmuon.NewtonSchulz()
+    model, newton_schulz = Wide().to(device), SampledNewtonSchulz()
     dmuon.dedicate_params(model, world_mesh(), lambda name, parameter: True)
     newton_schulz.guard = guard
     optimizer = dmuon.Muon(model, lr=1e-3, ns_backend=newton_schulz)
@@ -162,7 +169,8 @@ def real_kernels_in_a_step(*stretches: int) -> None:
     for number, steps in enumerate(stretches):
         if on_gpu:
             torch.cuda.set_sync_debug_mode("error" if number else "default")
-        for _ in range(steps):
+        for step in range(steps):
+            newton_schulz.sample_next = step % 10 == 0
             model(x).square().mean().backward()
             dmuon.clip_grad_norm_(optimizer, 1.0)
             optimizer.step()
@@ -173,6 +181,7 @@ def real_kernels_in_a_step(*stretches: int) -> None:
             torch.cuda.synchronize()
             held.append(torch.cuda.memory_allocated())
     assert not guard.findings and guard.fallback_steps == 0
+    assert newton_schulz.last_error is not None and 0 < newton_schulz.last_error < 2, "gradients lack rank"
     if on_gpu:
         assert held[-1] <= held[0], held
         assert len(newton_schulz._graphs) > 0 and newton_schulz._graphs.num_refused == 0

@@ -96,7 +96,8 @@ class RankReport(Message):
     owner_compute_seconds: float | None
     """None with a baseline, which has no owners."""
     ns_orthogonality_error: float | None
-    """Largest sampled deviation from 1 of a squared singular value of an update; None before the first sample."""
+    """Bound on the deviation from 1 of a squared singular value of a sampled update, at most 2 % above the largest;
+    None before the first sample."""
     routes: tuple[RouteStats, ...]
     kernel: Kernel | None
     """What the runtime launched in this step (``auto`` resolved); None with a baseline, which launches torch's own."""

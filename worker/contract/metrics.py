@@ -50,7 +50,7 @@ CATALOGUE: tuple[Metric, ...] = (
     _m("dmuon_ns_seconds_total", "counter", "seconds", "job kernel algorithm", "Time in Newton-Schulz"),
     _m("dmuon_ns_planned_matrices", "gauge", "1", "job", "Matrices to orthogonalise in one step, over all ranks"),
     _m("dmuon_ns_orthogonality_error", "gauge", "ratio", "job",
-       "Largest sampled deviation from 1 of a squared singular value of an update"),
+       "Bound on the deviation from 1 of a squared singular value of a sampled update"),
     # Kernels.
     _m("dmuon_breaker_state", "gauge", "1", "job kernel state", "1 for the state that the breaker is in, else 0"),
     _m("dmuon_breaker_transitions_total", "counter", "1", "kernel from_state to_state", "Changes of a breaker"),
