@@ -9,10 +9,12 @@ from typing import cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from dmuon_runtime import spans
+from dmuon_runtime import process_groups, spans
 from dmuon_runtime.counters import Counters
 from dmuon_runtime.spans import DeviceSpan, Event, HostSpan
+from dmuon_runtime.transport import Transport
 
 
 @dataclass
@@ -210,3 +212,40 @@ def test_a_host_that_wakes_up_late_from_its_wait_exposes_no_more_than_the_collec
     span.follow(work)  # type: ignore[arg-type]
     span.wait(work)  # type: ignore[arg-type]
     assert (span.seconds(), span.exposed_seconds()) == (1.0, 1.0)
+
+
+def test_a_collective_on_a_device_counts_from_behind_its_issue() -> None:
+    """The host needs a tenth of a millisecond to issue one, in which the device may have nothing to do."""
+    done = list[str]()
+    transport = object.__new__(Transport)
+    transport.counters, transport._last_end = Counters(), {}
+    span = SimpleNamespace(end=None, follow=lambda work: done.append(f"follow {work}"))
+
+    def start(_place: object) -> object:
+        done.append("start")
+        return span
+
+    def issue() -> object:
+        done.append("issue")
+        return "work"
+
+    transport._device_span = start  # type: ignore[assignment, method-assign]
+    payload = SimpleNamespace(device=torch.device("cuda"), nbytes=8)
+    axis = SimpleNamespace(size=2, name="shard")
+    transport._issue(issue, axis, "weights", ("muon", "forward"), (payload,))  # type: ignore[arg-type]
+    assert done == ["issue", "start", "follow work"]
+
+
+def test_collectives_go_before_compute_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[tuple[object, object]]()
+
+    def new_group(_ranks: list[int], *, backend: str, pg_options: object, use_local_synchronization: bool) -> None:
+        assert use_local_synchronization
+        made.append((backend, pg_options))
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=lambda **options: options), raising=False)
+    for backend in ("gloo", "nccl", "cpu:gloo,cuda:nccl"):
+        process_groups._new_group([0, 1], backend)
+    high = {"is_high_priority_stream": True}
+    assert made == [("gloo", None), ("nccl", high), ("cpu:gloo,cuda:nccl", high)]
