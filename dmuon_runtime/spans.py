@@ -224,7 +224,7 @@ class DeviceSpan:
         """Take this point of the current stream as where compute began to wait for something behind this work."""
         if self._start is None:
             return  # counted: it had ended before compute came
-        self._blocked, self._seconds = self._record(), None
+        self._blocked = self._record()
 
     def finish(self) -> None:
         """End at this point of the current stream."""

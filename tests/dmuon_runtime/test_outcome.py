@@ -25,7 +25,9 @@ def test_what_was_sent_is_what_is_asked_for(sent: bool) -> None:
     for each in (found, without):
         if sent:
             each.send()
+            sums = each._sent
             each.send()
+            assert each._sent is sums, "once"
         assert each.updates == {"muon": (pytest.approx(6 + 1 + 7), 17), "adamw": (0.0, 0)}
         assert not each.skipped and each.offenders == ()
     assert found.grad_norm == 2.5 and without.grad_norm is None

@@ -142,6 +142,30 @@ def test_nothing_is_said_before_the_device_is_there(device: Device) -> None:
     assert span.seconds() == pytest.approx(0.010)
 
 
+def test_nothing_is_said_before_compute_has_come_to_its_wait(device: Device) -> None:
+    span = collective(device, 0, 10)
+    wait(device, span, at_ms=12, end_ms=10)
+    device.reached = 11
+    assert span.seconds() is None, "how long it waited is not known yet"
+    device.reached = 12
+    assert (span.seconds(), span.exposed_seconds()) == (pytest.approx(0.010), 0)
+
+
+def test_an_update_counts_once_the_device_has_done_it(device: Device) -> None:
+    counters = Counters()
+    for begin_ms, end_ms in ((0, 10), (20, 50)):
+        device.now_ms = begin_ms
+        span = DeviceSpan()
+        device.now_ms = end_ms
+        span.finish()
+        counters.add_owner_compute(span, num_matrices=3)
+    device.reached = 30
+    assert [counters.owner_compute_seconds() for _ in range(2)] == pytest.approx([0.010, 0.010])
+    device.reached = 50
+    assert counters.owner_compute_seconds() == pytest.approx(0.040) == counters.snapshot().owner_compute_seconds
+    assert (counters.snapshot().ns_planned_matrices, counters.snapshot().pending_spans) == (6, 0)
+
+
 def test_a_host_that_waits_for_the_device_takes_times_as_they_come(device: Device) -> None:
     counters, key = Counters(), ("muon", "forward")
     gathered, published, late = collective(device, 0, 10), collective(device, 10, 20), collective(device, 20, 30)
@@ -219,7 +243,7 @@ def test_a_collective_on_a_device_counts_from_behind_its_issue() -> None:
     done = list[str]()
     transport = object.__new__(Transport)
     transport.counters, transport._last_end = Counters(), {}
-    span = SimpleNamespace(end=None, follow=lambda work: done.append(f"follow {work}"))
+    span = SimpleNamespace(end="end", follow=lambda work: done.append(f"follow {work}"))
 
     def start(_place: object) -> object:
         done.append("start")
@@ -234,6 +258,7 @@ def test_a_collective_on_a_device_counts_from_behind_its_issue() -> None:
     axis = SimpleNamespace(size=2, name="shard")
     transport._issue(issue, axis, "weights", ("muon", "forward"), (payload,))  # type: ignore[arg-type]
     assert done == ["issue", "start", "follow work"]
+    assert transport._last_end == {("shard", "weights"): "end"}, "from which the next one there counts"
 
 
 def test_collectives_go_before_compute_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from tests.worker.specs import tiny_document, tiny_spec
+from worker.contract.kernels import Kernel
 from worker.contract.messages import Milestone, RankReport
 from worker.contract.states import Reason
 from worker.local import Body, run_local
@@ -105,6 +107,13 @@ def test_reports_add_up(tmp_path: Path) -> None:
     assert [entry.lr["adamw"] for entry in by_rank[0]] == pytest.approx([0.0005, 0.001, 0.0005, 0.0])
     assert {stats.route for entry in last for stats in entry.routes} == {"muon", "adamw", "sharded_adamw"}
     assert all(entry.ns_orthogonality_error is not None for entry in entries)
+    compared = {frozenset(entry.compared_launches) for entry in entries}
+    assert compared == {frozenset({Kernel.BLOCKED, Kernel.CUBLAS})}, "once, in the first step, and told in each"
+    assert {len(set(entry.compared_launches.values())) for entry in entries} == {1}, "as many products by either"
+    assert all(entry.memory_bytes > 1 << 20 for entry in entries)
+    for own in by_rank:
+        seconds = [0.0, *(entry.owner_compute_seconds or 0.0 for entry in own)]
+        assert all(before < after for before, after in itertools.pairwise(seconds)), "each step adds its own"
 
 
 def test_bfloat16_and_activation_checkpointing_train(tmp_path: Path) -> None:

@@ -83,7 +83,9 @@ def test_a_swap_can_be_taken_back_and_keeps_what_it_does_not_name() -> None:
     assert (built.backend, switch.newton_schulz.backend, built.coefficients) == (
         "direct", "gram", switch.newton_schulz.coefficients,
     )  # fmt: skip
+    switch.newton_schulz.sampled = torch.tensor(0.25)
     switch.swap_in(wanted, 9)
+    assert switch.newton_schulz.last_error == 0.25, "what was measured last stays known"
     assert (switch.newton_schulz.backend, switch.epoch) == ("direct", 9)
     switch.swap_back()
     assert (switch.newton_schulz.backend, switch.kernel, switch.epoch) == ("gram", "blocked", 10)
