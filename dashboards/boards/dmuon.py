@@ -187,10 +187,10 @@ KERNELS = RowSpec(
         ),
         PanelSpec(
             title="Newton-Schulz error",
-            question="How far from 1 was the worst squared singular value of a sampled update? Up to 1 is healthy: a "
-            "direction that the gradient does not have stays at 0.",
+            question="How far from 1 was the worst squared singular value of a sampled update, at most? Up to 1.02 is "
+            "healthy: a direction that the gradient does not have stays at 0, and the bound is up to 2 % above.",
             when_red="A kernel or a coefficient set that overshoots: trip the kernel's breaker and compare.",
-            queries=(Query(f"dmuon_ns_orthogonality_error{JOB}", "largest deviation"),),
+            queries=(Query(f"dmuon_ns_orthogonality_error{JOB}", "deviation, at most"),),
             minimum=0,
             warn_above=1.05,
             width=6,
