@@ -85,13 +85,13 @@ class Counters:
         return CountersSnapshot(
             comm={key: total.freeze() for key, total in self._totals.items() if key is not None},
             control=self._totals.get(None, _Total()).freeze(),
-            owner_compute_seconds=self.owner_compute_seconds(),
+            owner_compute_seconds=self._owner_compute_seconds,
             ns_planned_matrices=self._ns_planned_matrices,
             pending_spans=len(self._pending) + len(self._compute),
         )
 
     def owner_compute_seconds(self) -> float:
-        """Return the seconds of the updates that the device has done; waits for nothing."""
+        """Return the seconds of the updates that the device has done, which it does in order; waits for nothing."""
         while self._compute:
             seconds = self._compute[0].seconds()
             if seconds is None:
@@ -138,3 +138,4 @@ class Counters:
             entry = self._pending.popleft()
             if not self._add(*entry):
                 self._pending.append(entry)
+        self.owner_compute_seconds()

@@ -73,7 +73,7 @@ class Driver(Protocol):
         ...
 
     def clip(self, max_norm: float) -> Tensor:
-        """Clip by the global norm over all parameters; return it, 0-dim float32."""
+        """Clip by the global norm over all parameters; return it, 0-dim float32. ``last_step`` will know it too."""
         ...
 
     def rates(self) -> dict[str, float]:

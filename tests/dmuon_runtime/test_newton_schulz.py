@@ -340,4 +340,6 @@ def test_a_bound_on_it_is_near_it() -> None:
     assert (bounds >= errors * (1 - 1e-5)).all() and (bounds <= errors * 64 ** (1 / 512) * (1 + 1e-5)).all()
     assert bounds[1] > errors[1] * 1.008, "where all singular values are equal it is as far off as it can be"
     assert orthogonality_bound(odd).tolist() == [0.0, math.inf]
+    assert orthogonality_bound(1e15 * wide) == pytest.approx(orthogonality_error(1e15 * wide), rel=0.01)
+    assert orthogonality_bound(1e20 * wide).tolist() == [math.inf, math.inf], "no NaN"
     assert orthogonality_bound(orthogonal.double()) < 1e-6 and orthogonality_bound(torch.zeros(0, 3)) == 0

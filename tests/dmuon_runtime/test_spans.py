@@ -151,6 +151,20 @@ def test_nothing_is_said_before_compute_has_come_to_its_wait(device: Device) -> 
     assert (span.seconds(), span.exposed_seconds()) == (pytest.approx(0.010), 0)
 
 
+def test_nothing_piles_up_where_nobody_takes_snapshots(device: Device) -> None:
+    counters = Counters()
+    for step in range(400):
+        device.now_ms = float(step)
+        update = DeviceSpan()
+        update.finish()
+        counters.add_owner_compute(update, num_matrices=1)
+        for _ in range(4):
+            span = collective(device, step, step)
+            wait(device, span, at_ms=step, end_ms=step)
+            counters.add_collective(("muon", "forward"), 8, span)
+    assert max(len(counters._compute), len(counters._issued), len(counters._pending)) < 300
+
+
 def test_an_update_counts_once_the_device_has_done_it(device: Device) -> None:
     counters = Counters()
     for begin_ms, end_ms in ((0, 10), (20, 50)):
