@@ -85,5 +85,6 @@ def test_a_late_host_is_no_stall() -> None:
         span("dmuon:muon/forward#0", 20, 30), launch(2, 25), kernel("nccl", 20, 2, 28, 100),
         span("dmuon-wait:muon/forward#0", 60, 65),
         launch(3, 70), kernel("gemm", 7, 3, 101, 120),
+        span("dmuon-wait:muon/forward#0", 130, 135),  # behind the last kernel: nothing stands
     ]  # fmt: skip
     assert read_overlap({"traceEvents": events})["muon/forward"].stalled_seconds == pytest.approx(40e-6)
